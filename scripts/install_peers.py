@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     requirements = peers()
     if choice == "auto" and would_install_cuda(requirements):
         print(
-            f"left out {', '.join(requirements)}: pip has no CPU build here, only the CUDA one of several GB. The tests "
+            f"left out {' '.join(requirements)}: pip has no CPU build here, only the CUDA one of several GB. The tests "
             "that compare with Hugging Face's GPT-J will be skipped; PEERS=1 in front of make installs it all the same."
         )
         return 0
