@@ -1,0 +1,123 @@
+"""Cross-entropy over a vocabulary that is split over shards, a chunk of positions at a time.
+
+Letters: N positions (tokens of this replica), C positions of a chunk, D d_model, v vocabulary rows per shard. No
+buffer ever has the whole vocabulary, and logits exist for C positions only. In training the gradient of a chunk is
+taken while its logits exist, in the forward pass, so that the output matrix product is never computed a second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards
+
+Z_LOSS_WEIGHT = 1e-4
+
+
+class PositionLosses(NamedTuple):
+    """Per position, float32 [N]: cross-entropy, the z-loss with its weight, and 1 where the target is the arg-max."""
+
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    correct: jax.Array
+
+
+class _Chunk(NamedTuple):
+    losses: PositionLosses
+    log_z: jax.Array
+    probability: jax.Array
+    is_target: jax.Array
+
+
+def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array, z_loss: str) -> _Chunk:
+    logits = jnp.dot(h_CD, w_Dv.astype(h_CD.dtype), preferred_element_type=jnp.float32)
+    logits = logits + b_v.astype(jnp.float32)[None, :]
+    peak = max_over_shards(jnp.max(logits, axis=-1))
+    shifted = logits - peak[:, None]
+    first = shard_index() * w_Dv.shape[1]
+    is_target = (target_C[:, None] - first) == jnp.arange(w_Dv.shape[1], dtype=target_C.dtype)[None, :]
+    exp = jnp.exp(shifted)
+    # One reduction for both: the normaliser and the target's logit, which lives on one shard only.
+    both = sum_over_shards(jnp.stack([exp.sum(-1), jnp.where(is_target, shifted, 0.0).sum(-1)]))
+    total, hit = both[0], both[1]
+    after_max = jnp.log(total)
+    # QUIRK z-loss-after-max: the 2021 library penalises log(sum exp(logits - max)), not log Z.
+    log_z = after_max + peak if z_loss == "log_z" else after_max
+    weight = 0.0 if z_loss == "off" else Z_LOSS_WEIGHT
+    losses = PositionLosses(after_max - hit, weight * jnp.square(log_z), (hit >= 0.0).astype(jnp.float32))
+    return _Chunk(losses, weight * log_z, exp / total[:, None], is_target)
+
+
+def _chunks(x: jax.Array, size: int) -> jax.Array:
+    """[N, ...] -> [N/C, C, ...], padded with zeros at the end."""
+    padding = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
+    x = jnp.pad(x, padding) if padding[0][1] else x
+    return x.reshape(-1, size, *x.shape[1:])
+
+
+def position_losses(
+    h_ND: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_N: jax.Array, chunk: int, z_loss: str
+) -> PositionLosses:
+    """Losses of every position, without a gradient (evaluation). `target_N` are ids of the whole vocabulary."""
+    size = min(chunk, h_ND.shape[0])
+
+    def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, PositionLosses]:
+        return None, _chunk(inputs[0], w_Dv, b_v, inputs[1], z_loss).losses
+
+    _, out = lax.scan(step, None, (_chunks(h_ND, size), _chunks(target_N, size)))
+    return PositionLosses(*(x.reshape(-1)[: h_ND.shape[0]] for x in out))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def weighted_loss(
+    h_ND: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_N: jax.Array, weight_N: jax.Array, chunk: int, z_loss: str
+) -> tuple[jax.Array, PositionLosses]:
+    """sum(weight * (cross-entropy + z-loss)), float32 [], and the losses of every position (no gradient through them).
+
+    `h_ND` varies over mp (see `collectives.copy_to_shards`), since each shard returns its part of h's gradient.
+    """
+    losses = position_losses(h_ND, w_Dv, b_v, target_N, chunk, z_loss)
+    return jnp.sum(weight_N * (losses.cross_entropy + losses.z_loss)), losses
+
+
+def _weighted_loss_forward(
+    h_ND: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_N: jax.Array, weight_N: jax.Array, chunk: int, z_loss: str
+):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    size = min(chunk, h_ND.shape[0])
+
+    def step(carry, inputs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        grad_w, grad_b = carry
+        h_CD, target_C, weight_C = inputs
+        c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss)
+        # d/dlogits of ce is p - onehot; of weight * log_z^2 it is 2 weight log_z p (the maximum gets no gradient).
+        grad = c.probability * (weight_C * (1.0 + 2.0 * c.log_z))[:, None]
+        grad = grad - jnp.where(c.is_target, weight_C[:, None], 0.0)
+        narrow = grad.astype(h_CD.dtype)
+        grad_h = jnp.dot(narrow, w_Dv.astype(h_CD.dtype).T, preferred_element_type=jnp.float32).astype(h_CD.dtype)
+        grad_w = grad_w + jnp.dot(h_CD.T, narrow, preferred_element_type=jnp.float32)
+        return (grad_w, grad_b + grad.sum(0)), (grad_h, c.losses)
+
+    # Zeros that vary over the same mesh axes as the gradients they collect.
+    zero = 0.0 * (h_ND[0, 0].astype(jnp.float32) + weight_N[0] + w_Dv[0, 0].astype(jnp.float32))
+    start = (jnp.broadcast_to(zero, w_Dv.shape), jnp.broadcast_to(zero, b_v.shape))
+    inputs = (_chunks(h_ND, size), _chunks(target_N, size), _chunks(weight_N, size))
+    (grad_w, grad_b), (grad_h, losses) = lax.scan(step, start, inputs)
+    n = h_ND.shape[0]
+    losses = PositionLosses(*(x.reshape(-1)[:n] for x in losses))
+    total = jnp.sum(weight_N * (losses.cross_entropy + losses.z_loss))
+    grad_h = grad_h.reshape(-1, h_ND.shape[1])[:n]
+    return (total, losses), (grad_h, grad_w.astype(w_Dv.dtype), grad_b.astype(b_v.dtype))
+
+
+def _weighted_loss_backward(chunk, z_loss, residuals, cotangents):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    del chunk, z_loss
+    scale = cotangents[0]
+    return tuple((g * scale).astype(g.dtype) for g in residuals) + (None, None)
+
+
+weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
