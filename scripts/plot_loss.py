@@ -33,7 +33,7 @@ def curves(lines: Sequence[str]) -> dict[str, dict[int, float]]:
         if step is None:
             continue
         values = {key[len(VALIDATION) :]: entry[key] for key in entry if key.startswith(VALIDATION)}
-        values |= {"train": entry[key] for key in reversed(TRAINING) if key in entry}
+        values["train"] = next((entry[key] for key in TRAINING if key in entry), None)
         for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, {})[step] = float(value)
