@@ -1,0 +1,63 @@
+"""Model FLOP/s, and their share of what the devices can do at best (MFU)."""
+
+from __future__ import annotations
+
+from mesh_transformer.config import ModelConfig
+
+# Dense bfloat16 (fp16 on V100 and T4) peak of one JAX device in FLOP/s, by the start of its `device_kind`; from the
+# vendors' data sheets. A TPU v2 or v3 chip is two devices, so half a chip. The first entry that fits counts.
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("TPU v2", 22.5e12),
+    ("TPU v3", 61.5e12),
+    ("TPU v4", 275e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v6", 918e12),
+    ("NVIDIA B200", 2250e12),
+    ("NVIDIA H200", 989e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA H100", 989e12),
+    ("NVIDIA A100", 312e12),
+    ("NVIDIA A10G", 70e12),
+    ("NVIDIA L40S", 362e12),
+    ("NVIDIA L4", 121e12),
+    ("NVIDIA GeForce RTX 4090", 165e12),
+    ("NVIDIA GeForce RTX 3090", 71e12),
+    ("Tesla V100", 125e12),
+    ("Tesla T4", 65e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak of one device, or None where it is not known (any CPU)."""
+    return next((peak for start, peak in PEAK_FLOPS if device_kind.lower().startswith(start.lower())), None)
+
+
+def flops_per_token(model: ModelConfig) -> float:
+    """FLOPs of forward and backward for one token, recomputation not counted.
+
+    6 for each weight of a matrix product (attention, feed-forward, output head; the embedding is a look-up), and
+    12 L S D for attention's own two products without the causal saving, as Chowdhery et al. 2022, appendix B, count.
+    """
+    L, D, S = model.layers, model.d_model, model.seq
+    weights = L * (4 * D * D + 2 * D * model.d_ff) + D * model.n_vocab
+    return 6.0 * weights + 12.0 * L * S * D
+
+
+def rates(
+    model: ModelConfig, tokens: int, seconds: float, device_kind: str | None = None, devices: int = 1
+) -> dict[str, float]:
+    """Speed metrics of a step that took `seconds` for `tokens` tokens on `devices` devices."""
+    seconds = max(seconds, 1e-9)
+    flops = flops_per_token(model) * tokens / seconds
+    metrics = {
+        "train/step_seconds": seconds,
+        "train/steps_per_sec": 1.0 / seconds,
+        "train/tokens_per_sec": tokens / seconds,
+        "train/model_flops_per_sec": flops,
+    }
+    peak = peak_flops(device_kind) if device_kind else None
+    if peak is not None:
+        metrics["train/mfu"] = flops / (peak * devices)
+    return metrics

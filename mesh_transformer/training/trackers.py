@@ -1,0 +1,219 @@
+"""Where metrics go: a JSONL file always, TensorBoard and W&B when asked. None needs an account or a network."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Protocol
+
+from mesh_transformer import storage
+from mesh_transformer.config import Config
+from mesh_transformer.errors import ConfigError, StorageError
+
+logger = logging.getLogger(__name__)
+
+JSONL_NAME = "metrics.jsonl"
+TENSORBOARD_NAME = "tensorboard"
+WANDB_NAME = "wandb"
+
+
+class Tracker(Protocol):
+    """One destination. Made and checked before weights are read; `start` comes when the restored step is known."""
+
+    def start(self, step: int) -> None:
+        """Continue behind `step`: what an earlier process wrote for later steps is dropped or superseded."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step; called at most once per step."""
+
+    def flush(self) -> None:
+        """Make what was logged durable."""
+
+    def close(self, exit_code: int) -> None:
+        """Finish; `exit_code` is how the run ended."""
+
+
+class JsonlTracker:
+    """One JSON object per line, `{"step": ..., "time": ..., metric: value, ...}`; values that are not finite are null.
+
+    On a remote model_dir, where files cannot be appended to, a local copy is uploaded whole at every flush.
+    """
+
+    def __init__(self, model_dir: str, clock: Callable[[], float] = time.time) -> None:
+        self.path = storage.join(model_dir, JSONL_NAME)
+        self._clock = clock
+        self._spool: str | None = None
+        self._file: IO[str] | None = None
+
+    def start(self, step: int) -> None:
+        local = self.path
+        if storage.is_url(self.path):
+            self._spool = tempfile.mkdtemp(prefix="metrics-")
+            local = os.path.join(self._spool, JSONL_NAME)
+            if step > 0 and storage.exists(self.path):
+                with open(local, "wb") as file:
+                    file.write(storage.read_bytes(self.path))
+        else:
+            storage.makedirs(storage.parent(self.path))
+        with storage.errors(local, "write"):
+            keep_lines(local, step)
+            self._file = open(local, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._file is None:
+            raise StorageError(f"{self.path}: log before start; this is a bug in the caller")
+        line: dict[str, Any] = {"step": step, "time": round(self._clock(), 3)}
+        line |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with storage.errors(self.path, "write"):
+            self._file.write(json.dumps(line) + "\n")
+            # To the operating system at once: a killed process loses no line.
+            self._file.flush()
+
+    def flush(self) -> None:
+        if self._file is None:
+            return
+        with storage.errors(self.path, "write"):
+            storage.sync(self._file)
+        if self._spool is not None:
+            with open(self._file.name, "rb") as file:
+                storage.write_atomic(self.path, file.read())
+
+    def close(self, exit_code: int) -> None:
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+            if self._spool is not None:
+                shutil.rmtree(self._spool, ignore_errors=True)
+            self._file = self._spool = None
+
+
+def keep_lines(path: str, step: int) -> None:
+    """Drops the lines of a local metrics file that lie past `step`, or that a kill cut short."""
+    if not os.path.exists(path):
+        return
+    draft = f"{path}.{os.getpid()}.tmp"
+    dropped = 0
+    with open(path, encoding="utf-8", errors="replace") as old, open(draft, "w", encoding="utf-8") as new:
+        for text in old:
+            if _step_of(text) is None or int(_step_of(text) or 0) > step:
+                dropped += 1
+            else:
+                new.write(text)
+    if dropped:
+        os.replace(draft, path)
+        logger.info("%s: dropped %d lines past step %d, which will be trained again", path, dropped, step)
+    else:
+        os.remove(draft)
+
+
+def _step_of(text: str) -> int | None:
+    try:
+        return int(json.loads(text)["step"]) if text.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class TensorBoardTracker:
+    """TensorBoard events under `{model_dir}/tensorboard`; steps are the loop's."""
+
+    def __init__(self, model_dir: str) -> None:
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ConfigError(
+                "trackers has tensorboard, which needs the package tensorboardX: pip install 'mesh-transformer"
+                "[tensorboard]', or take it out of trackers"
+            ) from error
+        self._library = tensorboardX
+        self._folder = storage.join(model_dir, TENSORBOARD_NAME)
+        self._writer: Any = None
+
+    def start(self, step: int) -> None:
+        # purge_step makes readers forget what a killed process logged for the steps that are trained again.
+        self._writer = self._library.SummaryWriter(self._folder, purge_step=step + 1 if step else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, exit_code: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbTracker:
+    """A W&B run, offline unless `wandb_mode` is online; it starts, and so fails, before weights are read."""
+
+    def __init__(self, config: Config, run_id: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "trackers has wandb, which needs the package wandb: pip install 'mesh-transformer[wandb]', or take it "
+                "out of trackers"
+            ) from error
+        run = config.run
+        local = not storage.is_url(run.directory)
+        folder = run.directory if local else "."
+        storage.makedirs(folder)
+        online = run.wandb_mode == "online"
+        try:
+            self._run = wandb.init(
+                project=run.wandb_project,
+                entity=run.wandb_entity,
+                name=run.name,
+                notes=run.comment,
+                config=config.to_dict(),
+                mode=run.wandb_mode,  # type: ignore[arg-type]
+                dir=folder,
+                id=run_id,
+                resume="allow" if online else None,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except (wandb.Error, OSError) as error:
+            raise ConfigError(
+                f"W&B could not start with wandb_mode {run.wandb_mode!r}: {error}; set wandb_mode to offline (and "
+                "`wandb sync` the folder later), or take wandb out of trackers"
+            ) from error
+
+    def start(self, step: int) -> None:
+        """Nothing: W&B itself drops steps below the last that it has seen."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def flush(self) -> None:
+        """Nothing: W&B writes behind by itself."""
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+def open_trackers(config: Config, run_id: str) -> list[Tracker]:
+    """The trackers of `config`, checked: packages are there, and W&B has started. Raises ConfigError, StorageError."""
+    model_dir = config.run.directory
+    trackers: list[Tracker] = [JsonlTracker(model_dir)]
+    if "tensorboard" in config.run.trackers:
+        trackers.append(TensorBoardTracker(model_dir))
+    if "wandb" in config.run.trackers:
+        trackers.append(WandbTracker(config, run_id))
+    return trackers
+
+
+def remove_tracks(model_dir: str) -> None:
+    """Removes what trackers wrote into `model_dir`; for a new run in its place."""
+    storage.remove(storage.join(model_dir, JSONL_NAME))
+    for folder in (TENSORBOARD_NAME, WANDB_NAME):
+        storage.remove_tree(storage.join(model_dir, folder))
