@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from mesh_transformer import storage
 from mesh_transformer.config_fields import Spec, check_value, fields_of, nearest, shorten, specs_of
 from mesh_transformer.config_groups import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig
 from mesh_transformer.config_rules import derive, relations
@@ -48,6 +49,7 @@ class Config:
     run: RunConfig
     version: int = 1
     source: str | None = dataclasses.field(default=None, compare=False)
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)  # keys not defaulted
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON keys and values; `load_config` of it gives an equal config."""
@@ -91,11 +93,18 @@ class Config:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """One line per key whose values differ between two `Config.agreement()`s, of the run (a) and of this config (b).
+    """One line per key whose values differ between two agreements: `a` of the existing run, `b` of this config.
 
     Keys that only one of them has are not compared, so that runs of older versions still resume.
     """
-    return [f"{key}: {a[key]!r} there, {b[key]!r} here" for key in sorted(a.keys() & b.keys()) if a[key] != b[key]]
+    lines = []
+    for key in sorted(a.keys() & b.keys()):
+        if a[key] != b[key]:
+            line = f"{key} was {a[key]!r} in the run and is {b[key]!r} in this config"
+            if key in ("warmup_steps", "anneal_steps"):
+                line += f' (it follows total_steps unless it is given: "{key}": {a[key]})'
+            lines.append(line)
+    return lines
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
@@ -112,8 +121,6 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
 
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     """The keys of a JSON file, and a line for each key that it gives twice."""
-    from mesh_transformer import storage
-
     try:
         with storage.open_file(path, "rb") as file:
             text = file.read().decode("utf-8-sig")
@@ -163,7 +170,7 @@ def _build(raw: dict[str, Any], problems: list[str], source: str | None) -> Conf
         group_name: group(**{field: values[key] for key, (field, _) in fields_of(group).items()})
         for group_name, group in GROUPS.items()
     }
-    return Config(**groups, version=values["version"], source=source)
+    return Config(**groups, version=values["version"], source=source, given=frozenset(raw))
 
 
 def resolve_epochs(config: Config, n_records: int, dp: int) -> Config:
@@ -204,6 +211,23 @@ def check_mesh(config: Config, n_devices: int) -> tuple[int, int]:
     return n_devices // mp, mp
 
 
+def mesh_notice(config: Config, n_devices: int) -> str | None:
+    """A line for people where tpu_size, which decides nothing, is not the number of devices in use."""
+    if config.mesh.tpu_size in (None, n_devices):
+        return None
+    return f"note: tpu_size is {config.mesh.tpu_size}, but {n_devices} devices are used"
+
+
+def check_vocabulary(config: Config, n_tokens: int) -> None:
+    """Raises ConfigError where the tokenizer has more tokens (`n_tokens`, specials included) than n_vocab."""
+    if n_tokens > config.model.n_vocab:
+        mp = config.mesh.cores_per_replica
+        raise ConfigError(
+            f"n_vocab ({config.model.n_vocab}) must be at least the number of tokens of {config.data.tokenizer} "
+            f"({n_tokens}); the next multiple of cores_per_replica ({mp}) is {math.ceil(n_tokens / mp) * mp}"
+        )
+
+
 def check_batch(n_sequences: int, dp: int) -> int:
     """Sequences of one replica in a batch of `n_sequences`. Raises ConfigError where replicas would differ."""
     if n_sequences % dp:
@@ -218,6 +242,8 @@ def check_training(config: Config) -> None:
         "per {1}; set it to false, or use compute_dtype bfloat16 for speed"
     )
     problems = []
+    if config.version != 1:
+        problems.append(f"version {config.version} (the ZeRO-style network) cannot be trained yet; leave version out")
     if config.model.early_cast:
         problems.append("early_cast cannot be used in training: " + lost.format("master weights", "parameter"))
     if config.optim.bf16_optimizer:

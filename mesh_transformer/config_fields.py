@@ -26,8 +26,10 @@ INT, FLOAT, BOOL, STRING, STRINGS, MAPPING = (
 class Spec:
     """The rules of one key.
 
-    default: the value of a missing key; `REQUIRED` where there is none.  derived: how a missing key is worked out from
-    others (then `default` is None until it is).  null: what JSON null stands for; `REQUIRED` where null is refused.
+    default: the value of a missing key; `REQUIRED` where there is none.  derived: in words, how a missing key is worked
+    out from others; its default is None until it is.  null: what JSON null stands for; `REQUIRED` where it is refused.
+    blank: whether an empty string counts as null, as in a config that was filled in halfway.
+    low, high: bounds that are allowed themselves.  above, below: bounds that are not.
     agrees: whether two runs must have the same value for one to resume the other.
     """
 
@@ -43,6 +45,7 @@ class Spec:
     high: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    blank: bool = False
     example: str = ""
     agrees: bool = False
 
@@ -104,13 +107,12 @@ def fields_of(group: type) -> dict[str, tuple[str, Spec]]:
 
 def check_value(name: str, value: Any, spec: Spec) -> tuple[Any, str | None]:
     """The value in its Python type and None, or anything and one line that says what is wrong with it."""
+    if spec.blank and value == "":
+        value = None
     if value is None:
         return spec.null, None if spec.null is not REQUIRED else _wrong(name, value, spec)
     if spec.kind in (INT, FLOAT):
-        # 1e5 is how some people write 100000, and JSON reads it as a float.
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        good = number and (spec.kind == FLOAT or value == int(value))
-        value = (float(value) if spec.kind == FLOAT else int(value)) if good else value
+        good, value = _number(value, spec.kind)
     elif spec.kind == STRINGS:
         good = isinstance(value, list | tuple) and all(isinstance(item, str) and item.strip() for item in value)
         value = tuple(value) if good else value
@@ -122,6 +124,19 @@ def check_value(name: str, value: Any, spec: Spec) -> tuple[Any, str | None]:
     if not good or not _within(value, spec):
         return value, _wrong(name, value, spec)
     return value, _wrong_item(name, value) if spec.kind == MAPPING else None
+
+
+def _number(value: Any, kind: str) -> tuple[bool, Any]:
+    """Whether `value` is a finite number of that kind, and the number. 1e5, a float to JSON, is an integer too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False, value
+    try:
+        number = float(value)
+    except OverflowError:
+        return False, value
+    if not math.isfinite(number) or (kind == INT and value != int(value)):
+        return False, value
+    return True, int(value) if kind == INT else number
 
 
 def _within(value: Any, spec: Spec) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_transformer import storage
 from mesh_transformer.config_fields import BOOL, FLOAT, INT, MAPPING, REQUIRED, STRING, STRINGS, key
 from mesh_transformer.errors import ConfigError
 
@@ -161,6 +162,16 @@ class DataConfig:
     epochs: float | None = key(FLOAT, None, "passes over train_set, instead of total_steps", above=0, unit="epochs")
     tokenizer: str = key(STRING, "gpt2", "a tokenizer file, a folder with one, or a hub name")
 
+    @property
+    def train_path(self) -> str:
+        """The training index, with data_dir in front where train_set is relative."""
+        return storage.join(self.data_dir, self.train_set)
+
+    @property
+    def val_paths(self) -> dict[str, str]:
+        """The validation indexes by name, with data_dir in front of relative ones."""
+        return {name: storage.join(self.data_dir, entry) for name, entry in self.val_set.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -172,8 +183,10 @@ class RunConfig:
     seed: int = key(INT, 42, "initialisation and data order", low=0, high=2**32 - 1, agrees=True)
     name: str = key(STRING, None, "name of the run, for trackers", derived="the config file's name")
     model_dir: str = key(STRING, None, "where checkpoints and metrics go", derived="runs/ and name")
-    bucket: str | None = key(STRING, None, "Google Cloud Storage bucket that holds model_dir", example='"my-bucket"')
-    comment: str | None = key(STRING, None, "free text; nothing reads it")
+    bucket: str | None = key(
+        STRING, None, "Google Cloud Storage bucket that holds model_dir", blank=True, example='"my-bucket"'
+    )
+    comment: str | None = key(STRING, None, "free text; nothing reads it", blank=True)
     val_every: int = period("steps between validations")
     ckpt_every: int = period("steps between checkpoints; the last step is always saved")
     keep_every: int = period("checkpoints at multiples of this are kept for ever")
@@ -187,8 +200,8 @@ class RunConfig:
     trackers: tuple[str, ...] = key(
         STRINGS, ("jsonl",), "where metrics go; jsonl always", choices=("jsonl", "tensorboard", "wandb")
     )
-    wandb_project: str | None = key(STRING, None, "W&B project")
-    wandb_entity: str | None = key(STRING, None, "W&B user or team; null: the account's own")
+    wandb_project: str | None = key(STRING, None, "W&B project", blank=True)
+    wandb_entity: str | None = key(STRING, None, "W&B user or team; null: the account's own", blank=True)
     wandb_mode: str = key(
         STRING,
         "offline",

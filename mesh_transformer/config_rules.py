@@ -144,7 +144,7 @@ def derive(values: Values, raw: Values, source: str | None) -> dict[str, Any]:
         found["name"] = PurePosixPath(source).stem if source else "run"
     if found["model_dir"] is None:
         found["model_dir"] = f"runs/{found['name']}"
-    if raw.get("eval_every", ...) is ...:
+    if "eval_every" not in raw:
         found["eval_every"] = found["val_every"]
     if found["keep_best"] is None and found["val_set"]:
         found["keep_best"] = next(iter(found["val_set"]))
