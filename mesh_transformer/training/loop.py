@@ -106,7 +106,7 @@ class TrainingLoop:
         self._total = int(config.run.total_steps or 0)
         self._in_flight: _InFlight | None = None
         self._skipped_in_a_row = 0
-        self._started = False
+        self._dispatched = self._started = False
         self._mark = 0.0
 
     @property
@@ -148,14 +148,16 @@ class TrainingLoop:
             try:
                 batch = next(self._data)
             except StopIteration:
+                self._catch_up()
                 raise DataError(
                     f"train_set ended after {self._run.sequences} sequences at step {self._run.step} of {self._total}: "
                     "lower total_steps, or give more data or epochs"
                 ) from None
         if self._in_flight is None:
             self._mark = self._clock()
-        name = f"training, step {self._run.step + 1}" if self._started else "compiling the training step"
-        if not self._started:
+        name = f"training, step {self._run.step + 1}"
+        if not self._dispatched:
+            self._dispatched, name = True, "compiling the training step"
             logger.info("compiling the training step (once; minutes for a large model)")
         with self._watchdog.phase(name):
             numbers = self._executor.train(batch)
