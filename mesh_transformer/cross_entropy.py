@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards
+from mesh_transformer.mesh import DP, MP
 
 Z_LOSS_WEIGHT = 1e-4
 
@@ -102,9 +103,8 @@ def _weighted_loss_forward(
         grad_w = grad_w + jnp.dot(h_CD.T, narrow, preferred_element_type=jnp.float32)
         return (grad_w, grad_b + grad.sum(0)), (grad_h, c.losses)
 
-    # Zeros that vary over the same mesh axes as the gradients they collect.
-    zero = 0.0 * (h_ND[0, 0].astype(jnp.float32) + weight_N[0] + w_Dv[0, 0].astype(jnp.float32))
-    start = (jnp.broadcast_to(zero, w_Dv.shape), jnp.broadcast_to(zero, b_v.shape))
+    zeros = (jnp.zeros(w_Dv.shape, jnp.float32), jnp.zeros(b_v.shape, jnp.float32))
+    start = lax.pcast(zeros, (DP, MP), to="varying")  # typed like the gradients that are added to them
     inputs = (_chunks(h_ND, size), _chunks(target_N, size), _chunks(weight_N, size))
     (grad_w, grad_b), (grad_h, losses) = lax.scan(step, start, inputs)
     n = h_ND.shape[0]

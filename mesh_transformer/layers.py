@@ -1,0 +1,182 @@
+"""Per-shard Haiku modules of version 1; everything here runs inside `shard_map`, so every size is local.
+
+Letters (field of ModelConfig): B sequences of this replica, S `seq` positions, T = B*S tokens, D `d_model`,
+h heads per shard (`n_heads` / M), K `d_head`, f feed-forward columns per shard (`d_ff` / M), v vocabulary rows per
+shard (`n_vocab` / M), L `layers`, M shards (mesh axis mp). Activations are flattened to [T, D], since one large
+matrix product is up to twice as fast as a batched one on CPU and no slower elsewhere.
+
+A module declares its parameters from the table (`parameters.kinds`), in float32 unless the state is narrower, and
+computes in the dtype of its input. `x` is the residual stream, equal on all shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer import attention, parameters
+from mesh_transformer.collectives import copy_to_shards, shard_index, sum_over_shards
+from mesh_transformer.config import ModelConfig
+from mesh_transformer.mesh import MP
+from mesh_transformer.parameters import Kind
+
+NORM_EPSILON = 1e-5
+# What the `dots` rematerialisation keeps of a layer: the matrix products' outputs and the attended values.
+SAVED_NAMES = ("queries", "keys", "values", "hidden", "attended")
+
+LayerParams = Mapping[str, jax.Array]
+
+
+def normalise(x: jax.Array, params: LayerParams, norm: str) -> jax.Array:
+    """The norm `norm` of x [..., D] in float32, cast back to x's dtype, as the shards are to read it.
+
+    Every norm is taken once on the shared residual stream, and copied to the shards behind it, so that the backward
+    pass has one sum over shards per norm. `layernorm-desync` has its vectors per shard, so they come after the copy.
+    """
+    x32 = x.astype(jnp.float32)
+    scale = params["norm_scale"].astype(jnp.float32)
+    offset = params["norm_offset"].astype(jnp.float32) if "norm_offset" in params else None
+    if norm.startswith("layernorm"):
+        mean = jnp.mean(x32, axis=-1, keepdims=True)
+        centred = x32 - mean
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        out = centred * lax.rsqrt(variance + NORM_EPSILON)
+    else:
+        out = x32 / (jnp.sqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True)) + NORM_EPSILON)
+    if norm == "layernorm-desync":
+        out = copy_to_shards(out)
+        scale, offset = scale[0], offset[0] if offset is not None else None  # local block [1, D]
+    leading = (None,) * (x.ndim - scale.ndim) if scale.ndim else ()
+    out = out * scale[leading]
+    if offset is not None and norm != "layernorm-nobias":  # QUIRK: nobias has the offset parameter, unused
+        out = out + offset[leading]
+    out = out.astype(x.dtype)
+    return out if norm == "layernorm-desync" else copy_to_shards(out)
+
+
+def project(x_TD: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
+    """x w + b in x's dtype, accumulated in float32."""
+    out = jnp.dot(x_TD, w.astype(x_TD.dtype), preferred_element_type=jnp.float32)
+    if b is not None:
+        out = out + b.astype(jnp.float32)[None, :]
+    return out.astype(x_TD.dtype)
+
+
+def heads_of(x_Thk: jax.Array, batch: int, d_head: int) -> jax.Array:
+    """[B*S, h*K] -> [B, h, S, K]."""
+    return x_Thk.reshape(batch, x_Thk.shape[0] // batch, -1, d_head).transpose(0, 2, 1, 3)
+
+
+def qkv(h_TD: jax.Array, params: LayerParams, model: ModelConfig, batch: int, tables: tuple | None):  # noqa: ANN201
+    """Queries, keys (rotated where the model is rotary) and values, each [B, h, S, K]."""
+    q, k, v = (heads_of(project(h_TD, params[name]), batch, model.d_head) for name in ("q", "k", "v"))
+    if tables is not None:
+        q, k = attention.rotate(q, *tables), attention.rotate(k, *tables)
+    return checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
+
+
+def feed_forward(h_TD: jax.Array, params: LayerParams) -> jax.Array:
+    """This shard's part of W2 gelu(W1 h + b1), [T, D]; gelu is the tanh approximation."""
+    hidden = checkpoint_name(project(h_TD, params["w1"], params["b1"]), "hidden")
+    return project(jax.nn.gelu(hidden, approximate=True), params["w2"])
+
+
+def join(x_TD: jax.Array, attended_BhSK: jax.Array, h_TD: jax.Array, params: LayerParams) -> jax.Array:
+    """x + sum over shards(O attended + feed-forward) + b2: the layer's one reduction.
+
+    The bias is whole on every shard, so it is added behind the sum, once.
+    """
+    flat = attended_BhSK.transpose(0, 2, 1, 3).reshape(h_TD.shape[0], -1)
+    part = project(flat, params["o"]) + feed_forward(h_TD, params)
+    return x_TD + sum_over_shards(part) + params["b2"].astype(x_TD.dtype)[None, :]
+
+
+def layer(
+    x_TD: jax.Array,
+    params: LayerParams,
+    model: ModelConfig,
+    batch: int,
+    tables: tuple[jax.Array, jax.Array] | None,
+    bias: attention.Bias | None,
+    key_visible_BS: jax.Array | None,
+) -> jax.Array:
+    """One residual layer, attention and feed-forward side by side: [T, D] -> [T, D]."""
+    h_TD = normalise(x_TD, params, model.norm)
+    q, k, v = qkv(h_TD, params, model, batch, tables)
+    attended = checkpoint_name(attention.causal_attention(q, k, v, bias, key_visible_BS), "attended")
+    return join(x_TD, attended, h_TD, params)
+
+
+class ShardModule(hk.Module):
+    """A Haiku module whose parameters are those that the table lists under `table`, cut for `mp` shards."""
+
+    def __init__(self, model: ModelConfig, mp: int, table: str):
+        super().__init__(name=table.rsplit("/", 1)[1])
+        self.model, self.mp, self.table = model, mp, table
+
+    def kinds(self) -> list[Kind]:
+        return [kind for kind in parameters.kinds(self.model, self.mp) if kind.module == self.table]
+
+    def params(self) -> dict[str, jax.Array]:
+        """This shard's blocks, {name: array}; Haiku fetches them by the names of the table.
+
+        Values are drawn for whole tensors (`transformer_shard.init_params`), so the initialisers here give shapes only.
+        """
+        return {
+            kind.name: hk.get_parameter(kind.name, kind.local_shape(self.mp), jnp.float32, jnp.zeros)
+            for kind in self.kinds()
+        }
+
+
+class EmbeddingShard(ShardModule):
+    """Vocabulary rows split over shards; `fixed` positions split over the model dim."""
+
+    def __call__(self, tokens_T: jax.Array, position_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """ids [T] and their positions [T] (int32) -> [T, D], equal on all shards."""
+        params = self.params()
+        rows = params["w"].shape[0]
+        local = tokens_T - shard_index() * rows
+        mine = (local >= 0) & (local < rows)
+        part = jnp.take(params["w"], jnp.where(mine, local, 0), axis=0).astype(jnp.float32)
+        part = jnp.where(mine[:, None], part, 0.0)
+        if "pos_embs" in params:
+            # Each shard's columns, placed among zeros, ride on the sum that the embedding needs anyway.
+            columns = params["pos_embs"].shape[1]
+            block = jnp.take(params["pos_embs"], position_T, axis=0).astype(jnp.float32)
+            zeros = lax.pcast(jnp.zeros_like(part), MP, to="varying") if not _varies(part) else jnp.zeros_like(part)
+            part = part + lax.dynamic_update_slice(zeros, block, (0, shard_index() * columns))
+        return (sum_over_shards(part) + params["b"].astype(jnp.float32)[None, :]).astype(dtype)
+
+
+def _varies(x: jax.Array) -> bool:
+    return MP in jax.typeof(jnp.zeros_like(x)).vma
+
+
+class RelativePositionEmbs(ShardModule):
+    """The t5 bias table of this shard's heads, shared by all layers."""
+
+    def __call__(self) -> jax.Array:
+        """[h, 32], float32."""
+        return self.params()["rel_embedding"]
+
+
+class TransformerLayerShard(ShardModule):
+    """The stacked parameters of all layers of this shard; `layer` is what each of them computes."""
+
+    def __call__(self) -> dict[str, jax.Array]:
+        """{name: [L, ...]}."""
+        return self.params()
+
+
+class ProjectionShard(ShardModule):
+    """The last norm, and the matrix and bias of this shard's part of the vocabulary."""
+
+    def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The normalised stream [T, D] as this shard reads it, w [D, v], b [v]."""
+        params = self.params()
+        return normalise(x_TD, params, self.model.norm), params["w"], params["b"]

@@ -1,0 +1,182 @@
+"""Pure training and evaluation steps around a per-shard loss, mapped over the (dp, mp) mesh.
+
+A network hands in functions of one shard; here they are accumulated over microbatches, summed over replicas, mapped
+with `shard_map` and compiled. Replication checking is on in every `shard_map` (`check_vma=True`, the default): it is
+what makes the collectives' backward passes right by type.
+
+Letters: A microbatches, B sequences of all replicas, b sequences of this replica, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer import optimizer
+from mesh_transformer.collectives import copy_to_replicas, sum_over_replicas, sum_over_shards
+from mesh_transformer.config import OptimConfig
+from mesh_transformer.cross_entropy import PositionLosses
+from mesh_transformer.mesh import DP, MP
+from mesh_transformer.state import OptimizerState, Params, TrainState
+
+Metrics = dict[str, jax.Array]
+
+# (params, obs [b, S], target [b, S], weight [b, S]) -> (sum of weight * loss, losses of every position [b, S])
+TrainLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PositionLosses]]
+# (params, obs [b, S], target [b, S], ctx_length [b]) -> losses of every position [b, S]
+EvalLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], PositionLosses]
+
+
+class Batch(NamedTuple):
+    """Global arrays: `obs` and `target` int32 [A, B, S], `mask` float32 [A, B, S] (1 where the target counts)."""
+
+    obs: jax.Array
+    target: jax.Array
+    mask: jax.Array
+
+
+class _Sums(NamedTuple):
+    """Sums over this replica's microbatches, float32 []."""
+
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    last_cross_entropy: jax.Array
+    last_count: jax.Array
+    micro_norm: jax.Array
+    micro_norm_squared: jax.Array
+
+
+BATCH_SPEC = Batch(P(None, DP), P(None, DP), P(None, DP))
+
+
+def state_specs(param_specs: Any) -> TrainState:
+    """Placement of a training state, moments like their parameters, counts on every device."""
+    return TrainState(param_specs, OptimizerState(P(), param_specs, param_specs, P()), P())
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """NamedShardings of a tree of PartitionSpecs."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def squared_norm(gradient: Params, param_specs: Any) -> jax.Array:
+    """Squared norm [] of a whole gradient from one shard's blocks, each entry counted once."""
+    split, whole = jnp.float32(0), jnp.float32(0)
+    for leaf, spec in zip(jax.tree.leaves(gradient), _leaves(param_specs), strict=True):
+        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+        if MP in spec:
+            split = split + square
+        else:
+            whole = whole + square
+    return sum_over_shards(split) + whole
+
+
+def _leaves(specs: Any) -> list[P]:
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, batch: Batch):  # noqa: ANN202
+    """One shard: the gradient summed over microbatches and replicas, and the step's metrics.
+
+    Each position's weight is mask * A / (unmasked positions of the whole step), so that the optimizer's division by
+    A leaves the mean over all unmasked positions, however they are spread over microbatches and replicas.
+    """
+    microbatches = batch.obs.shape[0]
+    params = copy_to_replicas(params)
+    count = sum_over_replicas(jnp.sum(batch.mask))
+    # A step without a single unmasked position has a zero gradient, not 0/0.
+    share = microbatches / jnp.maximum(count, 1.0)
+
+    def microbatch(micro: Batch) -> tuple[Params, _Sums]:
+        objective = lambda p: loss(p, micro.obs, micro.target, micro.mask * share)  # noqa: E731
+        (_, losses), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+        # One replica's gradient of its own mean loss: its share of the positions is 1/dp of the microbatch.
+        norm_squared = squared_norm(gradient, param_specs) * replicas**2
+        mask = micro.mask
+        sums = _Sums(
+            jnp.sum(losses.cross_entropy * mask), jnp.sum(losses.z_loss * mask),
+            jnp.sum(losses.cross_entropy[:, -1] * mask[:, -1]), jnp.sum(mask[:, -1]),
+            jnp.sqrt(norm_squared), norm_squared,
+        )  # fmt: skip
+        return gradient, sums
+
+    if microbatches == 1:
+        gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
+    else:
+        # Accumulators are float32 like the masters: in bfloat16 small contributions would be lost as A grows.
+        first = jax.tree.map(lambda x: x[0], batch)
+        shapes = jax.eval_shape(microbatch, first)
+        del shapes
+        gradient, sums = microbatch(first)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, microbatch(x)), None)  # noqa: E731
+        (gradient, sums), _ = lax.scan(add, (gradient, sums), jax.tree.map(lambda x: x[1:], batch))
+    gradient, sums = sum_over_replicas((gradient, sums))
+    return gradient, jnp.sqrt(squared_norm(gradient, param_specs)), _metrics(sums, count, microbatches * replicas)
+
+
+def _metrics(sums: _Sums, count: jax.Array, micros: int) -> Metrics:
+    positions = jnp.maximum(count, 1.0)
+    cross_entropy, z_loss = sums.cross_entropy / positions, sums.z_loss / positions
+    return {
+        "loss": cross_entropy + z_loss,
+        "last_loss": sums.last_cross_entropy / jnp.maximum(sums.last_count, 1.0) + z_loss,
+        "cross_entropy": cross_entropy,
+        "z_loss": z_loss,
+        "grad_norm_micro": sums.micro_norm / micros,
+        "noise_small_sq": sums.micro_norm_squared / micros,
+    }
+
+
+def compile_train_step(
+    loss: TrainLoss, mesh: Mesh, param_specs: Any, optim: OptimConfig, decay: Any
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The compiled update: (state, batch) -> (state, metrics), all global arrays; the state passed in is donated."""
+
+    def gradient(params: Params, batch: Batch):  # noqa: ANN202
+        return _gradient(loss, param_specs, mesh.shape[DP], params, batch)
+
+    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=(param_specs, BATCH_SPEC), out_specs=(param_specs, P(), P()))
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, norm, metrics = mapped(state.params, batch)
+        update = optimizer.apply(state, grads, norm, batch.obs.shape[0], optim, decay)
+        extra = {"grad_norm": norm, "learning_rate": update.learning_rate, "skipped": update.skipped}
+        return update.state, metrics | extra
+
+    placed = shardings(mesh, state_specs(param_specs))
+    return jax.jit(
+        step,
+        in_shardings=(placed, shardings(mesh, BATCH_SPEC)),
+        out_shardings=(placed, NamedSharding(mesh, P())),
+        donate_argnums=0,
+    )
+
+
+def compile_eval_step(
+    loss: EvalLoss, mesh: Mesh, param_specs: Any
+) -> Callable[[Params, jax.Array, jax.Array, jax.Array], Metrics]:
+    """The compiled evaluation: (params, obs [B, S], target [B, S], ctx_length [B]) -> loss, last_loss [B];
+    all_loss, correct [B, S]; float32, cross-entropy alone."""
+
+    def evaluate(params: Params, obs: jax.Array, target: jax.Array, ctx_length: jax.Array) -> Metrics:
+        losses = loss(copy_to_replicas(params), obs, target, ctx_length)
+        ce = losses.cross_entropy
+        return {"loss": ce.mean(-1), "last_loss": ce[:, -1], "all_loss": ce, "correct": losses.correct}
+
+    rows = P(DP)
+    mapped = jax.shard_map(evaluate, mesh=mesh, in_specs=(param_specs, rows, rows, rows), out_specs=rows)
+    placed = NamedSharding(mesh, rows)
+    return jax.jit(
+        mapped, in_shardings=(shardings(mesh, param_specs), placed, placed, placed), out_shardings=NamedSharding(mesh, P())
+    )
+
+
+def place(mesh: Mesh, specs: Mapping[str, P] | Any, values: Any) -> Any:
+    """Host arrays that every process holds whole -> global arrays placed by `specs` (a tree like `values`)."""
+    return jax.tree.map(lambda x, s: jax.device_put(x, s), values, shardings(mesh, specs))

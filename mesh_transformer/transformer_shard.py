@@ -1,0 +1,266 @@
+"""Version 1: `CausalTransformerShard`, what one shard computes, and `CausalTransformer`, the network on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer import attention, optimizer, parameters, steps
+from mesh_transformer.collectives import copy_to_shards
+from mesh_transformer.config import Config, ModelConfig, OptimConfig
+from mesh_transformer.cross_entropy import PositionLosses, position_losses, weighted_loss
+from mesh_transformer.errors import ConfigError, DataError
+from mesh_transformer.layers import (
+    SAVED_NAMES,
+    EmbeddingShard,
+    ProjectionShard,
+    RelativePositionEmbs,
+    TransformerLayerShard,
+    layer,
+)
+from mesh_transformer.mesh import DP, MP
+from mesh_transformer.state import Params, TrainState
+
+
+class CausalTransformerShard(hk.Module):
+    """One shard of the network; call it inside `shard_map` over (dp, mp). Sizes as in `layers`."""
+
+    def __init__(self, model: ModelConfig, mp: int):
+        super().__init__(name="causal_transformer_shard")
+        self.model = model
+        self.embed = EmbeddingShard(model, mp, parameters.EMBEDDING)
+        self.layers = TransformerLayerShard(model, mp, parameters.LAYERS)
+        self.projection = ProjectionShard(model, mp, parameters.PROJECTION)
+        self.relative = RelativePositionEmbs(model, mp, parameters.RELATIVE) if model.pe == "t5" else None
+
+    def hidden(self, obs_BS: jax.Array, key_visible_BS: jax.Array | None = None) -> jax.Array:
+        """The residual stream behind the last layer, [T, D]."""
+        model, (batch, S) = self.model, obs_BS.shape
+        positions = jnp.tile(jnp.arange(S, dtype=jnp.int32), batch)
+        x_TD = self.embed(obs_BS.reshape(-1), positions, jnp.dtype(model.compute_dtype))
+        tables = None
+        if model.pe == "rotary":
+            tables = tuple(jnp.asarray(t) for t in attention.rotary_table(np.arange(S), model.pe_rotary_dims))
+        bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
+
+        def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+            return layer(x, params, model, batch, tables, bias, key_visible_BS), None
+
+        return lax.scan(rematerialised(body, model.remat), x_TD, self.layers())[0]
+
+    def loss(self, obs_BS: jax.Array, target_BS: jax.Array, weight_BS: jax.Array) -> tuple[jax.Array, PositionLosses]:
+        """Weighted sum of the losses, float32 [], and each position's, [B, S]."""
+        h_TD, w, b = self.projection(self.hidden(obs_BS))
+        total, losses = weighted_loss(
+            h_TD, w, b, target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk, self.model.z_loss
+        )
+        return total, _by_sequence(losses, obs_BS.shape)
+
+    def evaluate(self, obs_BS: jax.Array, target_BS: jax.Array, ctx_length_B: jax.Array) -> PositionLosses:
+        """Each position's losses, [B, S]; keys behind position `ctx_length` are hidden, so that many + 1 are seen."""
+        S = obs_BS.shape[1]
+        visible = jnp.arange(S, dtype=jnp.int32)[None, :] <= ctx_length_B[:, None]
+        h_TD, w, b = self.projection(self.hidden(obs_BS, visible))
+        losses = position_losses(h_TD, w, b, target_BS.reshape(-1), self.model.logit_chunk, self.model.z_loss)
+        return _by_sequence(losses, obs_BS.shape)
+
+    def logits(self, obs_BS: jax.Array) -> jax.Array:
+        """This shard's logits, float32 [B, S, v]: for tests and small models, since all exist at once."""
+        h_TD, w, b = self.projection(self.hidden(obs_BS))
+        out = jnp.dot(h_TD, w.astype(h_TD.dtype), preferred_element_type=jnp.float32) + b.astype(jnp.float32)[None, :]
+        return out.reshape(*obs_BS.shape, -1)
+
+
+def _by_sequence(losses: PositionLosses, shape: tuple[int, ...]) -> PositionLosses:
+    return PositionLosses(*(x.reshape(shape) for x in losses))
+
+
+def rematerialised(body: Any, remat: str) -> Any:
+    """The scanned layer, recomputing in the backward pass all (`full`), what is not a matmul (`dots`), or nothing.
+
+    The layer's sum over shards feeds only its own output, whose value no gradient needs, so that recomputing a layer
+    never repeats a collective. `prevent_cse` is off since inside a scan there is nothing to merge with.
+    """
+    if remat == "none":
+        return body
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES) if remat == "dots" else None
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def shard_function(model: ModelConfig, mp: int, method: str) -> Any:
+    """`CausalTransformerShard(...).method(...)` as a pure function of (params, *arguments)."""
+    transformed = hk.without_apply_rng(hk.transform(lambda *args: getattr(CausalTransformerShard(model, mp), method)(*args)))
+    return transformed.apply
+
+
+def init_params(model: ModelConfig, mesh: Mesh, seed: int) -> Params:
+    """Fresh float32 parameters, whole arrays placed by the table; the same seed gives the same values on any mesh."""
+    kinds = parameters.kinds(model, mesh.shape[MP])
+    placed = steps.shardings(mesh, parameters.specs(model, mesh.shape[MP]))
+
+    def draw(key: jax.Array) -> Params:
+        values = []
+        for i, kind in enumerate(kinds):
+            if kind.random:
+                value = kind.init * jax.random.truncated_normal(jax.random.fold_in(key, i), -2, 2, kind.shape, jnp.float32)
+            else:
+                value = jnp.full(kind.shape, kind.init, jnp.float32)
+            values.append((kind, value))
+        return parameters.tree(values)
+
+    return jax.jit(draw, out_shardings=placed)(jax.random.key(seed))
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_init(model: ModelConfig, mesh: Mesh) -> Any:
+    """Fresh optimizer state for placed parameters."""
+    specs = steps.state_specs(parameters.specs(model, mesh.shape[MP]))
+    return jax.jit(optimizer.init, out_shardings=steps.shardings(mesh, specs.opt_state))
+
+
+@functools.lru_cache(maxsize=8)
+def train_step(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> Any:
+    """The compiled `(state, Batch) -> (state, metrics)` of version 1, shared by all networks of these settings."""
+    mp = mesh.shape[MP]
+    return steps.compile_train_step(
+        shard_function(model, mp, "loss"), mesh, parameters.specs(model, mp), optim, parameters.decay_mask(model, mp)
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def eval_step(model: ModelConfig, mesh: Mesh) -> Any:
+    """The compiled `(params, obs, target, ctx_length) -> losses` of version 1."""
+    mp = mesh.shape[MP]
+    return steps.compile_eval_step(shard_function(model, mp, "evaluate"), mesh, parameters.specs(model, mp))
+
+
+@functools.lru_cache(maxsize=8)
+def logits_step(model: ModelConfig, mesh: Mesh) -> Any:
+    """The compiled `(params, obs [B, S]) -> logits [B, S, V]` of version 1."""
+    mp = mesh.shape[MP]
+    mapped = jax.shard_map(
+        shard_function(model, mp, "logits"), mesh=mesh,
+        in_specs=(parameters.specs(model, mp), P(DP)), out_specs=P(DP, None, MP),
+    )  # fmt: skip
+    return jax.jit(mapped)
+
+
+class CausalTransformer:
+    """The network of version 1 on a mesh: holds `state` and runs compiled steps on it.
+
+    Nothing is compiled, drawn or read before it is needed. `config.model.compute_dtype` and `remat` that were left
+    open are settled here, by the platform and memory of the mesh.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.model = settle(config, mesh)
+        self._state: TrainState | None = None
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state and step; fresh ones from the seed on first use."""
+        if self._state is None:
+            params = init_params(self.model, self.mesh, self.config.run.seed)
+            self._state = TrainState(params, compiled_init(self.model, self.mesh)(params), self._zero())
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    def _zero(self) -> jax.Array:
+        return steps.place(self.mesh, P(), jnp.zeros([], jnp.int32))
+
+    def train(self, batch: Mapping[str, Any]) -> steps.Metrics:
+        """One update on {"obs", "target" [A, B, S] int[, "mask" [A, B, S]]}; returns scalars without waiting for them.
+
+        loss and last_loss are the optimised totals; cross_entropy and z_loss their parts; grad_norm is of the sum
+        over microbatches; learning_rate the one used; skipped 1 where a gradient was not finite and nothing changed.
+        Raises DataError when the batch does not have the config's shape.
+        """
+        obs, target = np.asarray(batch["obs"], np.int32), np.asarray(batch["target"], np.int32)
+        if obs.ndim != 3 or obs.shape != target.shape or obs.shape[1] % self.mesh.shape[DP]:
+            raise DataError(
+                f"a training batch is obs and target [A, B, S] with B a multiple of dp ({self.mesh.shape[DP]}), "
+                f"found {obs.shape} and {target.shape}"
+            )
+        mask = np.asarray(batch["mask"], np.float32) if "mask" in batch else np.ones(obs.shape, np.float32)
+        placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask))
+        self.state, metrics = train_step(self.model, self.config.optim, self.mesh)(self.state, placed)
+        return metrics
+
+    def eval(self, batch: Mapping[str, Any]) -> steps.Metrics:
+        """Losses of {"obs", "target" [B, S][, "ctx_length" [B]]}: loss, last_loss [B]; all_loss, correct [B, S].
+
+        Any B: rows are added up to a multiple of dp and taken off again.
+        """
+        obs, target = np.asarray(batch["obs"], np.int32), np.asarray(batch["target"], np.int32)
+        rows, S = obs.shape
+        ctx_length = np.asarray(batch.get("ctx_length", np.full(rows, S)), np.int32).reshape(-1)
+        missing = -rows % self.mesh.shape[DP]
+        if missing:
+            obs, target = (np.pad(x, ((0, missing), (0, 0))) for x in (obs, target))
+            ctx_length = np.pad(ctx_length, (0, missing))
+        arrays = steps.place(self.mesh, (P(DP), P(DP), P(DP)), (obs, target, ctx_length))
+        out = eval_step(self.model, self.mesh)(self.state.params, *arrays)
+        return {k: v[:rows] for k, v in out.items()} if missing else out
+
+    def logits(self, obs: Any) -> jax.Array:
+        """Logits [B, S, V] float32 of obs [B, S], all at once: for tests and small models."""
+        placed = steps.place(self.mesh, P(DP), np.asarray(obs, np.int32))
+        return logits_step(self.model, self.mesh)(self.state.params, placed)
+
+    def load_ckpt(self, path: str | os.PathLike[str], optimizer: bool = True) -> None:
+        """Loads a `step_N` folder of the published layout, full or slim, written on any number of shards.
+
+        `optimizer=False` leaves the moments out, for inference. Raises CheckpointError; `state` is unchanged then.
+        """
+        from mesh_transformer.checkpoint import shards
+
+        self.state = shards.read_step(path, self.model, self.mesh, optimizer=optimizer)
+
+    def write_ckpt(self, path: str | os.PathLike[str]) -> None:
+        """Writes the state as a `step_N` folder of the published layout, in `cores_per_replica` shards."""
+        from mesh_transformer.checkpoint import shards
+
+        shards.write_step(path, shards.snapshot(self.state), self.model, self.config.mesh.cores_per_replica)
+
+
+def settle(config: Config, mesh: Mesh) -> ModelConfig:
+    """The model with `compute_dtype` and `remat` decided for the devices of `mesh`."""
+    model = config.model
+    if mesh.shape[MP] != config.mesh.cores_per_replica:
+        raise ConfigError(
+            f"the mesh has mp {mesh.shape[MP]}, the config cores_per_replica {config.mesh.cores_per_replica}: make them equal"
+        )
+    device = mesh.devices.flat[0]
+    dtype = model.compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    remat = model.remat if model.remat != "auto" else _remat_for(config, mesh, dtype, device)
+    return dataclasses.replace(model, compute_dtype=dtype, remat=remat)
+
+
+def _remat_for(config: Config, mesh: Mesh, dtype: str, device: jax.Device) -> str:
+    """`dots` where what it keeps fits beside the state, else `full`.
+
+    A platform that does not tell its memory (CPU) gets `dots`, the fastest there too.
+    """
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    if not limit:
+        return "dots"
+    model, mp = config.model, mesh.shape[MP]
+    state = parameters.count(model, mp) / mp * 16  # masters, two moments and a gradient in float32
+    tokens = config.mesh.per_replica_batch * model.seq
+    kept = model.layers * tokens * (model.d_model + (4 * model.d_model + model.d_ff) / mp) * jnp.dtype(dtype).itemsize
+    return "dots" if state + 1.3 * kept < 0.85 * limit else "full"
