@@ -111,6 +111,7 @@ def check_value(name: str, value: Any, spec: Spec) -> tuple[Any, str | None]:
         value = None
     if value is None:
         return spec.null, None if spec.null is not REQUIRED else _wrong(name, value, spec)
+    given = value
     if spec.kind in (INT, FLOAT):
         good, value = _number(value, spec.kind)
     elif spec.kind == STRINGS:
@@ -122,7 +123,7 @@ def check_value(name: str, value: Any, spec: Spec) -> tuple[Any, str | None]:
     else:
         good = isinstance(value, bool) if spec.kind == BOOL else isinstance(value, str) and bool(value.strip())
     if not good or not _within(value, spec):
-        return value, _wrong(name, value, spec)
+        return value, _wrong(name, given, spec)
     return value, _wrong_item(name, value) if spec.kind == MAPPING else None
 
 
@@ -155,7 +156,7 @@ def _within(value: Any, spec: Spec) -> bool:
 def _wrong(name: str, value: Any, spec: Spec) -> str:
     found = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     example = f", e.g. {spec.example}" if spec.example else ""
-    line = f"{name} is {shorten(found)}; it must be {spec.rule}{example} ({spec.meaning.split(';')[0]})"
+    line = f"{name} is {shorten(found)}; it must be {spec.rule}{example} ({spec.meaning})"
     if spec.choices and isinstance(value, str) and spec.kind == STRING:
         line += f"; did you mean {nearest(value, spec.choices)!r}?"
     if spec.kind in (INT, FLOAT) and isinstance(value, str):

@@ -119,7 +119,7 @@ class MeshConfig:
     tpu_size: int | None = key(
         INT, None, "devices of the pod; train.py checks it, device_*.py use what they find", low=1, unit="devices"
     )
-    zero_stage: int = key(INT, 0, "what is sharded over dp too; only 0 is available", low=0, high=0)
+    zero_stage: int = key(INT, 0, "what is sharded over dp too; only 0 is available so far", low=0, high=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ class RunConfig:
     keep_best: str | None = key(
         STRING, None, "val_set name whose lowest loss keeps its checkpoint", derived="the first val_set name"
     )
-    ckpt_format: str = key(STRING, "shards", "layout on disk; only shards is available", choices=("shards",))
+    ckpt_format: str = key(STRING, "shards", "layout on disk; only shards is available so far", choices=("shards",))
     trackers: tuple[str, ...] = key(
         STRINGS, ("jsonl",), "where metrics go; jsonl always", choices=("jsonl", "tensorboard", "wandb")
     )

@@ -64,6 +64,8 @@ def _rotary(values: Values, have: Have, raw: Values) -> Iterator[str]:
         return
     if values["pe"] != "rotary" and values["version"] == 1:
         return
+    if values["d_head"] is None and values["d_model"] % values["n_heads"]:
+        return  # said by _heads
     d_head, dims = values["d_head"] or values["d_model"] // values["n_heads"], values["pe_rotary_dims"]
     if dims is None and d_head % 2:
         yield f"the head size ({d_head}) is odd and rotary turns pairs; set an even pe_rotary_dims below it"
