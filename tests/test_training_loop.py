@@ -279,7 +279,7 @@ def test_what_saving_meets_ends_the_run():
 
 
 def test_data_that_end_early_say_so():
-    with pytest.raises(DataError, match="ended after 24 sequences at step 2 of 10"):
+    with pytest.raises(DataError, match="ended after 24 sequences at step 3 of 10"):
         train(Descent(), Numbers(end=3))
 
 

@@ -138,7 +138,9 @@ class TensorBoardTracker:
 
     def start(self, step: int) -> None:
         # purge_step makes readers forget what a killed process logged for the steps that are trained again.
-        self._writer = self._library.SummaryWriter(self._folder, purge_step=step + 1 if step else None)
+        self._writer = self._library.SummaryWriter(
+            self._folder, purge_step=step + 1 if step else None, filename_suffix=f".{step:09d}"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
