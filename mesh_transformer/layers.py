@@ -22,7 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer import attention, parameters
 from mesh_transformer.collectives import copy_to_shards, shard_index, sum_over_shards
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.mesh import MP
 from mesh_transformer.parameters import Kind
 
 NORM_EPSILON = 1e-5
@@ -148,13 +147,8 @@ class EmbeddingShard(ShardModule):
             # Each shard's columns, placed among zeros, ride on the sum that the embedding needs anyway.
             columns = params["pos_embs"].shape[1]
             block = jnp.take(params["pos_embs"], position_T, axis=0).astype(jnp.float32)
-            zeros = lax.pcast(jnp.zeros_like(part), MP, to="varying") if not _varies(part) else jnp.zeros_like(part)
-            part = part + lax.dynamic_update_slice(zeros, block, (0, shard_index() * columns))
+            part = part + lax.dynamic_update_slice(jnp.zeros_like(part), block, (0, shard_index() * columns))
         return (sum_over_shards(part) + params["b"].astype(jnp.float32)[None, :]).astype(dtype)
-
-
-def _varies(x: jax.Array) -> bool:
-    return MP in jax.typeof(jnp.zeros_like(x)).vma
 
 
 class RelativePositionEmbs(ShardModule):

@@ -12,26 +12,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_transformer import parameters
-from mesh_transformer.config import ModelConfig, OptimConfig
+from mesh_transformer.config import OptimConfig
+from mesh_transformer.errors import CheckpointError
 from mesh_transformer.state import OptimizerState, Params, TrainState
 
 
-def schedule(optim: OptimConfig, total_steps: int | None = None) -> optax.Schedule:
+def schedule(optim: OptimConfig) -> optax.Schedule:
     """Learning rate as a function of the number of completed updates (int, or int32 array of any shape).
 
-    Linear from 0 to `lr` over `warmup_steps`, cosine from `lr` to `end_lr` over `anneal_steps`, then `end_lr`. QUIRK
-    kept: the first update sees count 0, so with any warm-up its rate is 0. Both phases may be empty: the division is
-    by at least one step, and an empty phase is never selected.
+    Linear from 0 to `lr` over `warmup_steps`, cosine from `lr` to `end_lr` over `anneal_steps`, then `end_lr`. Both
+    phases may be empty: the division is by at least one step, and an empty phase is never selected.
+    QUIRK first-rate-zero: the first update sees count 0, so with any warm-up its rate is 0, as in 2021.
     """
-    del total_steps
-
     def rate(count: Any) -> jax.Array:
         count = jnp.asarray(count, jnp.float32)
         warm = optim.lr * count / max(optim.warmup_steps, 1)
         progress = jnp.clip((count - optim.warmup_steps) / max(optim.anneal_steps, 1), 0.0, 1.0)
         cosine = optim.end_lr + (optim.lr - optim.end_lr) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-        after = jnp.where(count >= optim.warmup_steps + max(optim.anneal_steps, 1), optim.end_lr, cosine)
+        after = jnp.where(count >= optim.warmup_steps + optim.anneal_steps, optim.end_lr, cosine)
         return jnp.where(count < optim.warmup_steps, warm, after)
 
     return rate
@@ -61,27 +59,22 @@ def apply(
     `decay` the tree of `parameters.decay_mask`. A gradient that is not finite leaves parameters, moments and counts
     as they were: the norm is not finite if any of its entries is not.
     """
-    assert_state = state.opt_state
-    if assert_state is None:
-        raise ValueError("the state has no optimizer: it was loaded for inference")
-    adam_in = optax.ScaleByAdamState(assert_state.count, assert_state.mu, assert_state.nu)
+    before = state.opt_state
+    if before is None:
+        raise CheckpointError("this state has no optimizer (it was loaded for inference): load it with optimizer=True")
+    adam_in = optax.ScaleByAdamState(before.count, before.mu, before.nu)
     mean_norm = norm / microbatches
     scale = jnp.minimum(1.0, optim.max_grad_norm / jnp.maximum(mean_norm, 1e-30)) / microbatches
     scaled = jax.tree.map(lambda g: g * scale, gradient)
     direction, adam = optax.scale_by_adam(optim.b1, optim.b2, optim.eps).update(scaled, adam_in)
-    rate = schedule(optim)(assert_state.schedule_count)
+    rate = schedule(optim)(before.schedule_count)
 
     def step(p: jax.Array, u: jax.Array, decays: bool) -> jax.Array:
         return p - rate * (u + optim.weight_decay * p if decays else u)
 
     params = jax.tree.map(step, state.params, direction, decay)
-    opt_state = OptimizerState(adam.count, adam.mu, adam.nu, assert_state.schedule_count + 1)
+    opt_state = OptimizerState(adam.count, adam.mu, adam.nu, before.schedule_count + 1)
     fresh = TrainState(params, opt_state, state.step + 1)
     finite = jnp.isfinite(norm)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), fresh, state)
     return Update(kept, rate, 1 - finite.astype(jnp.int32))
-
-
-def decay_tree(model: ModelConfig, shards: int) -> Any:
-    """Which parameters decay, from the table."""
-    return parameters.decay_mask(model, shards)

@@ -1,0 +1,71 @@
+"""Eight simulated devices, strict modes, and what tests share: tiny configs, meshes, compiled networks.
+
+JAX's settings are made here, before anything starts it. Compiles dominate the time of these tests, so executables go
+to a cache folder that also the subprocesses of one test run share.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from typing import Any
+
+_cache = os.environ.get("MESH_TRANSFORMER_TEST_CACHE") or tempfile.mkdtemp(prefix="mesh-transformer-xla-")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+TINY: dict[str, Any] = {
+    "layers": 2, "d_model": 32, "n_heads": 8, "n_vocab": 64, "seq": 16, "pe_rotary_dims": 4,
+    "cores_per_replica": 1, "per_replica_batch": 1, "gradient_accumulation_steps": 1,
+    "lr": 1e-2, "end_lr": 1e-3, "warmup_steps": 0, "anneal_steps": 20, "weight_decay": 0.1,
+    "total_steps": 20, "train_set": "none.index", "name": "tiny", "model_dir": "tiny",
+    "compute_dtype": "float32", "seed": 1,
+}  # fmt: skip
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """A config of a model that compiles in about a second."""
+    return {**TINY, **changes}
+
+
+@functools.lru_cache(maxsize=32)
+def mesh_of(dp: int, mp: int) -> jax.sharding.Mesh:
+    """A (dp, mp) mesh of the first dp * mp simulated devices."""
+    from mesh_transformer.mesh import DP, MP
+
+    return jax.sharding.Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), (DP, MP))
+
+
+def network_of(dp: int, mp: int, **changes: Any) -> Any:
+    """A fresh CausalTransformer of the tiny config on a (dp, mp) mesh; compiled steps are shared by equal settings."""
+    from mesh_transformer import CausalTransformer, load_config
+
+    return CausalTransformer(load_config(tiny(cores_per_replica=mp, **changes)), mesh_of(dp, mp))
+
+
+def tokens_of(*shape: int, vocab: int = 64, seed: int = 0) -> np.ndarray:
+    """Random token ids, int32."""
+    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+
+
+def batch_of(*shape: int, vocab: int = 64, seed: int = 0) -> dict[str, np.ndarray]:
+    """{"obs", "target"} of random ids, one token apart, with leading dims `shape` = (..., S)."""
+    tokens = tokens_of(*shape[:-1], shape[-1] + 1, vocab=vocab, seed=seed)
+    return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> str:
+    """The parts of the 2021 library's measured data that tests copy."""
+    return os.path.join(os.path.dirname(__file__), "data", "golden")
