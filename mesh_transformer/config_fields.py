@@ -63,7 +63,9 @@ class Spec:
         if self.choices:
             words = ("a list of " if self.kind == STRINGS else "one of ") + ", ".join(self.choices)
         bounds = ((">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below))
-        limits = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+        if self.low is not None and self.low == self.high:
+            words, limits = str(self.low), ""
         return f"{words} {limits}".strip() + (", or null" if self.null is not REQUIRED else "")
 
 

@@ -156,7 +156,7 @@ class DataConfig:
         MAPPING, {}, "index files of the validation records, by name", null={}, example='{"text": "text.val.index"}'
     )
     data_dir: str = key(STRING, "data", "folder of relative train_set and val_set entries")
-    val_batches: int = key(INT, 100, "batches of one validation, at most", low=0, null=0, unit="batches")
+    val_batches: int = key(INT, 100, "batches of one validation; 0 or null: none", low=0, null=0, unit="batches")
     val_batch_multiplier: int = key(INT, 1, "size of a validation batch relative to per_replica_batch * dp", low=1)
     shuffle: bool = key(BOOL, False, "reorder the records in each epoch, by seed", agrees=True)
     epochs: float | None = key(FLOAT, None, "passes over train_set, instead of total_steps", above=0, unit="epochs")

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_transformer.config import GROUPS, Config, check_mesh, load_config, mesh_notice, resolve_epochs
-from mesh_transformer.config_fields import Spec, fields_of
+from mesh_transformer.config import GROUPS, SPECS, Config, check_mesh, load_config, mesh_notice, resolve_epochs
+from mesh_transformer.config_fields import Spec, fields_of, specs_of
 from mesh_transformer.config_records import count_records
 from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
 
@@ -83,7 +83,7 @@ def report(config: Config, n_devices: int | None = None) -> str:
         "",
         *_schedule(config, dp, records),
     ]
-    warnings = advice(config, dp, records)
+    warnings = advice(config, dp)
     if warnings:
         lines += ["", "This departs from the advice for fine-tuning (from scratch, larger rates are usual):"]
         lines += [f"  warning: {warning}" for warning in warnings]
@@ -148,8 +148,8 @@ def _schedule(config: Config, dp: int, records: int | None) -> list[str]:
     return lines
 
 
-def advice(config: Config, dp: int, records: int | None) -> list[str]:
-    """One line for each departure from the fine-tuning guide; `records` are the training sequences, where known."""
+def advice(config: Config, dp: int) -> list[str]:
+    """One line for each departure from the fine-tuning guide."""
     optim, total = config.optim, config.run.total_steps
     found = []
     if not 1e-5 <= optim.lr <= 5e-5:
@@ -201,10 +201,12 @@ def size(count: int) -> str:
 
 def markdown() -> str:
     """The tables of docs/config.md: every key with type, default, unit and meaning."""
+    tables = {name: specs_of(group) for name, group in GROUPS.items()}
+    tables["run"] |= {"version": SPECS["version"]}
     lines = []
-    for group_name, group in GROUPS.items():
-        lines += [f"## {group_name}", "", "| key | value | default | unit | meaning |", "|---|---|---|---|---|"]
-        for key, (_, spec) in fields_of(group).items():
+    for name, specs in tables.items():
+        lines += [f"## {name}", "", "| key | value | default | unit | meaning |", "|---|---|---|---|---|"]
+        for key, spec in specs.items():
             default = "**required**" if spec.required else spec.derived or f"`{json.dumps(spec.default)}`"
             lines.append(f"| `{key}` | {spec.rule} | {default} | {spec.unit} | {spec.meaning} |")
         lines.append("")
