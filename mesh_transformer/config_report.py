@@ -57,7 +57,7 @@ def report(config: Config, n_devices: int | None = None) -> str:
     """The whole report. n_devices: default tpu_size, or else one replica. Raises ConfigError where they do not fit."""
     from mesh_transformer import parameters
 
-    assumed = n_devices or config.mesh.tpu_size or config.mesh.cores_per_replica
+    assumed = config.mesh.tpu_size or config.mesh.cores_per_replica if n_devices is None else n_devices
     dp, mp = check_mesh(config, assumed)
     records = count_records(config.data.train_path)
     if records:
@@ -69,7 +69,8 @@ def report(config: Config, n_devices: int | None = None) -> str:
     notice = mesh_notice(config, assumed)
     lines += [
         "",
-        f"devices           {assumed}" + ("" if n_devices else " (assumed; --devices N for another number)"),
+        f"devices           {assumed}"
+        + ("" if n_devices is not None else " (assumed; --devices N for another number)"),
         *([f"                  {notice}"] if notice else []),
         f"mesh              dp {dp} x mp {mp}: {_some(dp, 'replica')} of {_some(mp, 'device')}, "
         f"{_some(config.heads_per_shard, 'head')} on each device",

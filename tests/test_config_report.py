@@ -176,8 +176,9 @@ def test_the_command_prints_or_says_every_problem_in_one_line(tmp_path, capsys):
         ["error:", f"{bad}:", "layer"],
         ["error:", f"{bad}:", "seq"],
     ]
-    assert main([str(good), "--devices", "6"]) == 2
-    assert re.fullmatch(r"error: 6 devices .*\n", capsys.readouterr().err)
+    for count in ("6", "0", "-4"):
+        assert main([str(good), "--devices", count]) == 2
+        assert re.fullmatch(rf"error: {count} devices .*\n", capsys.readouterr().err)
     assert main([str(tmp_path / "absent.json")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 

@@ -93,7 +93,7 @@ BAD = [
     ({"d_model": 60}, r"d_model \(60\) must be divisible by n_heads \(8\)"),
     ({"d_head": 16}, r"d_head \(16\) must be d_model / n_heads \(8\).*version"),
     ({"tpu_size": 6}, r"tpu_size \(6\) must be divisible by cores_per_replica \(4\)"),
-    ({"pe_rotary_dims": 64}, r"pe_rotary_dims \(64\) must be at most the head size \(8"),
+    ({"pe_rotary_dims": 64}, r"pe_rotary_dims \(64\) must be at most the head size \(8 = .*or leave it out"),
     ({"pe_rotary_dims": 5}, r"pe_rotary_dims \(5\) must be even.*use 4 or 6"),
     ({"d_model": 24}, r"the head size \(3\) is odd"),
     ({"bucket": "gs://my-bucket"}, r"bucket is 'gs://my-bucket'; it must be a bucket's bare name"),
