@@ -218,16 +218,6 @@ def mesh_notice(config: Config, n_devices: int) -> str | None:
     return f"note: tpu_size is {config.mesh.tpu_size}, but {n_devices} devices are used"
 
 
-def check_vocabulary(config: Config, n_tokens: int) -> None:
-    """Raises ConfigError where the tokenizer has more tokens (`n_tokens`, specials included) than n_vocab."""
-    if n_tokens > config.model.n_vocab:
-        mp = config.mesh.cores_per_replica
-        raise ConfigError(
-            f"n_vocab ({config.model.n_vocab}) must be at least the number of tokens of {config.data.tokenizer} "
-            f"({n_tokens}); the next multiple of cores_per_replica ({mp}) is {math.ceil(n_tokens / mp) * mp}"
-        )
-
-
 def check_batch(n_sequences: int, dp: int) -> int:
     """Sequences of one replica in a batch of `n_sequences`. Raises ConfigError where replicas would differ."""
     if n_sequences % dp:

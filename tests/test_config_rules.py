@@ -13,7 +13,6 @@ from mesh_transformer.config import (
     check_batch,
     check_mesh,
     check_training,
-    check_vocabulary,
     load_config,
     mesh_notice,
     resolve_epochs,
@@ -205,13 +204,6 @@ def test_a_tpu_size_that_is_not_used_is_said():
     config = load_config({**GOOD, "tpu_size": 8})
     assert mesh_notice(config, 8) is None and mesh_notice(load_config(GOOD), 4) is None
     assert re.search(r"tpu_size is 8, but 4 devices", mesh_notice(config, 4))
-
-
-def test_a_tokenizer_larger_than_the_vocabulary():
-    config = load_config({**GOOD, "tokenizer": "tok.json"})
-    check_vocabulary(config, 128)
-    with pytest.raises(ConfigError, match=r"n_vocab \(128\) .*tok.json \(129\).*cores_per_replica \(4\) is 132"):
-        check_vocabulary(config, 129)
 
 
 def test_epochs_of_nothing():
