@@ -133,14 +133,17 @@ class Kind:
         return [whole] * shards
 
     def merge_parts(self, parts: Sequence[np.ndarray], moment: bool = False) -> np.ndarray:
-        """Makes one layer's whole tensor from its parts, in shard order; sums are taken in float32 and cast once."""
+        """Makes one layer's whole tensor from its parts, in shard order.
+
+        Sums are taken in float64 and cast once: in float32, M copies of b/M would not add up to b.
+        """
         if self.combine is Combine.CONCAT:
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.split_axis)  # type: ignore[arg-type]
         if self.combine is Combine.PER_SHARD:
             return np.stack(parts)
         if self.combine is Combine.FIRST or len(parts) == 1 or (self.combine is Combine.SUM and moment):
             return parts[0]
-        total = np.sum([p.astype(np.float32) for p in parts], axis=0, dtype=np.float32)
+        total = np.sum([p.astype(np.float64) for p in parts], axis=0)
         return (total / len(parts) if self.combine is Combine.MEAN else total).astype(parts[0].dtype)
 
 
