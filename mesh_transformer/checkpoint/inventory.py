@@ -1,0 +1,264 @@
+"""What a step's files hold, found without devices and before any array is read, and whether that fits a config.
+
+Files of the 2021 library carry no names: which model they belong to is inferred from counts and shapes alone, and only
+for messages. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mesh_transformer import storage
+from mesh_transformer.checkpoint import layout, manifest
+from mesh_transformer.checkpoint.damage import DamagedError
+from mesh_transformer.checkpoint.layout import FILES, StateLeaf
+from mesh_transformer.checkpoint.npz import Header, NpzReader
+from mesh_transformer.config_groups import ModelConfig
+from mesh_transformer.errors import CheckpointError
+from mesh_transformer.parameters import NORMS, POSITIONS
+
+if TYPE_CHECKING:
+    from mesh_transformer.checkpoint.manifest import Manifest
+
+_WORKERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Inventory:
+    """A step whose files are all there: M shards, each with `leaves` arrays; `headers` are shard 0's, in leaf order."""
+
+    path: str
+    shards: int
+    headers: tuple[Header, ...]
+    manifest: Manifest | None
+
+    @property
+    def leaves(self) -> int:
+        return len(self.headers)
+
+    @property
+    def full(self) -> bool:
+        """Whether it starts with Adam's count, as a state with optimizer does."""
+        return self.headers[0].dtype == np.int32
+
+
+def take(step_dir: storage.PathLike, model: ModelConfig | None = None) -> Inventory:
+    """Look at every file of a step. Raises one DamagedError naming all that are missing, empty, corrupt or short.
+
+    `model`, where known, says how many arrays are expected in files that have no manifest.
+    """
+    path = storage.normalise(step_dir)
+    described = manifest.read(path)
+    shards = described.shards if described else _count_shards(path)
+    counts, problems = _open_all(path, shards)
+    expected = len(described.leaves) if described else _expected_leaves(counts, shards, model)
+    lengths = layout.runs(expected)
+    problems += [
+        f"shard_{shard}/{file}.npz holds {count} arrays, expected {lengths[file]}"
+        for (shard, file), count in sorted(counts.items())
+        if count != lengths[file]
+    ]
+    if problems:
+        raise DamagedError(
+            f"{path} is not complete: {'; '.join(problems)}. Expected {shards} x {FILES} files: shard_0 to "
+            f"shard_{shards - 1}, each with 0.npz to {FILES - 1}.npz; copy the step again, or use another"
+        )
+    headers: list[Header] = []
+    for file in range(FILES):
+        reader = NpzReader(layout.shard_file(path, 0, file))
+        headers += [reader.header(number) for number in range(len(reader))]
+        reader.close()
+    return Inventory(path, shards, tuple(headers), described)
+
+
+def match(found: Inventory, model: ModelConfig, mesh_shards: int) -> tuple[StateLeaf, ...]:
+    """The leaves of the files, in order. Raises CheckpointError listing config against checkpoint if they differ."""
+    expected = layout.state_leaves(model, found.shards, found.full)
+    shapes = [leaf.shard_shape(found.shards) for leaf in expected]
+    fits = shapes == [header.shape for header in found.headers] and all(
+        leaf.fits(header.dtype) for leaf, header in zip(expected, found.headers, strict=True)
+    )
+    recorded = _recorded(found)
+    if recorded is not None and any(getattr(recorded, key) != getattr(model, key) for key in ("norm", "pe")):
+        fits = False  # kinds of norm can have equal shapes
+    if not fits:
+        raise CheckpointError(_mismatch(found, model, expected))
+    if model.norm == "layernorm-desync" and found.shards != mesh_shards:
+        raise CheckpointError(
+            f"{found.path} has {found.shards} shards, the config cores_per_replica {mesh_shards}: with norm "
+            f"'layernorm-desync' each shard has its own norms, so they must be equal: set it to {found.shards}"
+        )
+    return expected
+
+
+def candidates(found: Inventory) -> list[ModelConfig]:
+    """Every model whose leaves have the shapes found, most usual first; n_heads is known only with pe t5."""
+    recorded = _recorded(found)
+    if recorded is not None:
+        return [recorded]
+    params = (found.leaves - 3) // 3 if found.full else found.leaves - 1
+    first = 2 * params + 2 if found.full else 0
+    headers = found.headers[first : first + params]
+    shapes = [header.shape for header in found.headers]
+    out = []
+    for pe, norm in itertools.product(POSITIONS, NORMS):
+        model = _candidate(headers, found.shards, norm, pe)
+        if model is not None:
+            leaves = layout.state_leaves(model, found.shards, found.full)
+            if [leaf.shard_shape(found.shards) for leaf in leaves] == shapes:
+                out.append(model)
+    return out
+
+
+def _candidate(headers: Sequence[Header], shards: int, norm: str, pe: str) -> ModelConfig | None:
+    """The only model with this norm and pe that could have so many leaves, sized by its first ones."""
+    vectors = 1 if norm in ("rmsnorm", "scalenorm") else 2
+    layers, rest = divmod(len(headers) - 4 - vectors - (pe != "rotary"), 8 + vectors)
+    if rest or layers < 1:
+        return None
+    skip = pe == "fixed"  # its table of positions sorts before the embedding
+    bias, weight = headers[skip].shape, headers[skip + 1].shape
+    if len(bias) != 1 or len(weight) != 2 or (skip and len(headers[0].shape) != 2):
+        return None
+    d_model, heads = bias[0], headers[-1].shape[0] * shards if pe == "t5" and headers[-1].shape else shards
+    if d_model < 1 or heads < 1 or d_model % heads:
+        return None
+    seq = headers[0].shape[0] if skip else 1
+    return ModelConfig(
+        layers=layers, d_model=d_model, n_heads=heads, n_vocab=weight[0] * shards, seq=seq, norm=norm, pe=pe
+    )
+
+
+def _recorded(found: Inventory) -> ModelConfig | None:
+    """The model of the manifest, if it says."""
+    config = found.manifest.details.get("config") if found.manifest else None
+    if not isinstance(config, dict):
+        return None
+    keys = ("layers", "d_model", "n_heads", "n_vocab", "seq", "norm", "pe")
+    if any(key not in config for key in keys):
+        return None
+    return ModelConfig(**{key: config[key] for key in keys})
+
+
+def _mismatch(found: Inventory, model: ModelConfig, expected: Sequence[StateLeaf]) -> str:
+    """The text of the error: config against checkpoint, key by key, and the first leaf that differs."""
+    guesses = candidates(found)
+    lines = []
+    if guesses:
+        keys = ["layers", "d_model", "n_vocab", "norm", "pe"]
+        if found.manifest or guesses[0].pe == "t5":
+            keys.insert(2, "n_heads")
+        if guesses[0].pe == "fixed" and model.pe == "fixed":
+            keys.append("seq")
+        for key in keys:
+            wanted = getattr(model, key)
+            has = list(dict.fromkeys(getattr(guess, key) for guess in guesses))
+            verdict = "" if wanted in has else " (differs)"
+            lines.append(f"{key} {wanted} in the config, {' or '.join(map(str, has))} in the checkpoint{verdict}")
+    lines.append(f"shards {found.shards} in the checkpoint (any number is read)")
+    return (
+        f"{found.path} does not hold the config's model: {'; '.join(lines)}; "
+        f"first leaf that differs: {_first_difference(found, guesses, expected)}. Use the config it was trained with"
+    )
+
+
+def _first_difference(found: Inventory, guesses: Sequence[ModelConfig], expected: Sequence[StateLeaf]) -> str:
+    want = {leaf.label: leaf.shard_shape(found.shards) for leaf in expected}
+    if guesses:
+        leaves = layout.state_leaves(guesses[0], found.shards, found.full)
+        have = {leaf.label: header.shape for leaf, header in zip(leaves, found.headers, strict=True)}
+        for label in sorted(want.keys() | have.keys(), key=_natural):
+            if label not in have:
+                return f"{label} is expected, and not there"
+            if label not in want:
+                return f"{label} is there, and not expected"
+            if want[label] != have[label]:
+                return f"{label} is {list(have[label])} on a shard, expected {list(want[label])}"
+    for leaf, header in zip(expected, found.headers, strict=False):
+        if want[leaf.label] != header.shape or not leaf.fits(header.dtype):
+            return f"{leaf.label} is {header.dtype}{list(header.shape)} on a shard, expected {list(want[leaf.label])}"
+    if len(expected) != found.leaves:
+        return f"there are {found.leaves} leaves, expected {len(expected)}"
+    return "none by shape; the norm or position encoding differs"
+
+
+def _natural(label: str) -> list[str | int]:
+    """Sorts layer_2 before layer_10."""
+    return [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", label)]
+
+
+def _count_shards(path: str) -> int:
+    names = storage.listdir(path)
+    numbers = [int(name[6:]) for name in names if re.fullmatch(r"shard_\d+", name)]
+    if numbers:
+        return max(numbers) + 1
+    if not names:
+        raise DamagedError(f"{path} does not exist, or is empty; expected a folder with shard_0, shard_1, ...")
+    steps = [name for name in names if re.fullmatch(r"step_\d+", name)]
+    if steps:
+        raise CheckpointError(f"{path} is a folder of steps; name one of them: {', '.join(steps[-5:])}")
+    if "params" in names:
+        raise CheckpointError(
+            f"{path} holds a checkpoint of version 2; expected version 1's, with shard_0, shard_1, ..."
+        )
+    raise DamagedError(f"{path} holds no checkpoint step; expected shard_0, shard_1, ..., found {', '.join(names[:8])}")
+
+
+def _open_all(path: str, shards: int) -> tuple[dict[tuple[int, int], int], list[str]]:
+    """(shard, file) -> number of arrays, of the files that can be opened; and what is wrong with the others."""
+    present = {shard: set(storage.listdir(storage.join(path, f"shard_{shard}"))) for shard in range(shards)}
+    problems = []
+
+    def look(place: tuple[int, int]) -> tuple[tuple[int, int], int | str]:
+        shard, file = place
+        if f"{file}.npz" not in present[shard]:
+            return place, f"shard_{shard}/{file}.npz is missing"
+        try:
+            reader = NpzReader(layout.shard_file(path, shard, file))
+        except DamagedError as error:
+            return place, str(error).removeprefix(f"{path}/")
+        count = len(reader)
+        reader.close()
+        return place, count
+
+    counts = {}
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for place, result in pool.map(look, itertools.product(range(shards), range(FILES))):
+            if isinstance(result, str):
+                problems.append(result)
+            else:
+                counts[place] = result
+    for shard in range(shards):
+        if not present[shard]:
+            problems = [line for line in problems if not line.startswith(f"shard_{shard}/")]
+            problems.append(f"shard_{shard} is missing with all its files")
+    return counts, problems
+
+
+def _expected_leaves(counts: dict[tuple[int, int], int], shards: int, model: ModelConfig | None) -> int:
+    """The number of leaves that agrees with most files: a shard's own total, or what the model has."""
+    totals = {sum(counts.get((shard, file), 0) for file in range(FILES)) for shard in range(shards)}
+    if model is not None:
+        totals |= {len(layout.state_leaves(model, shards, full)) for full in (True, False)}
+    # Files that are missing or short make totals that are too small: on a tie the larger is right.
+    return max(totals | _totals_from_runs(counts), key=lambda total: (_agreeing(counts, total), total))
+
+
+def _totals_from_runs(counts: dict[tuple[int, int], int]) -> set[int]:
+    """Totals that explain the file sizes seen, whichever single file is short."""
+    if not counts:
+        return set()
+    longest = max(counts.values())
+    return {FILES * (longest - 1) + more for more in range(1, FILES + 1)}
+
+
+def _agreeing(counts: dict[tuple[int, int], int], total: int) -> int:
+    lengths = layout.runs(max(total, 0))
+    return sum(count == lengths[file] for (_, file), count in counts.items())

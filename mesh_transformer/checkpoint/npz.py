@@ -1,0 +1,189 @@
+"""Single .npz files of the published layout, written and read in slices so that no array is ever held twice.
+
+A file is an uncompressed zip archive of arr_0.npy, arr_1.npy, ..., as `numpy.savez` writes it. bfloat16, which npy
+headers cannot name, is stored as raw two-byte items, `|V2`. Every member carries the zip format's own CRC-32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self, cast
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+
+from mesh_transformer import storage
+from mesh_transformer.checkpoint.damage import DamagedError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CHUNK = 16 << 20  # bytes of an array in flight at a time
+
+_CORRUPT = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError)
+
+
+class Header(NamedTuple):
+    """What an npy header says; `|V2` reads as bfloat16."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class NpzWriter:
+    """Writes one file front to back, with no seeking, so that its checksum is known when it ends."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = storage.open_file(path, "wb")
+        self._out = _CheckedOutput(self._file)
+        self._zip = zipfile.ZipFile(cast(Any, self._out), "w", zipfile.ZIP_STORED, allowZip64=True)
+        self._count = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes so far; final after the `with` block."""
+        return self._out.size
+
+    @property
+    def crc32c(self) -> str:
+        """Checksum of the whole file, eight hexadecimal digits; final after the `with` block."""
+        return f"{self._out.crc32c:08x}"
+
+    def add(self, header: Header, pieces: Iterable[np.ndarray]) -> None:
+        """Append an array given as consecutive runs of its rows, in C order."""
+        info = zipfile.ZipInfo(f"arr_{self._count}.npy")  # dated 1980: equal states give equal files
+        self._count += 1
+        descr = "|V2" if header.dtype == BFLOAT16 else np.lib.format.dtype_to_descr(header.dtype)
+        fields = {"descr": descr, "fortran_order": False, "shape": header.shape}
+        with self._zip.open(info, "w", force_zip64=True) as member:
+            np.lib.format.write_array_header_1_0(member, fields)
+            for piece in pieces:
+                member.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            return
+        self._zip.close()
+        storage.sync(self._file)
+        self._file.close()
+
+
+class _CheckedOutput:
+    """A stream without seek or tell, which makes zipfile write front to back; counts and checksums what passes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size = 0
+        self.crc32c = 0
+
+    def write(self, content: Any) -> int:
+        # The checksum takes arrays and bytes, not the memoryviews that zipfile hands on.
+        self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(content, np.uint8))
+        self.size += len(content)
+        self._file.write(content)
+        return len(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+class NpzReader:
+    """Reads one file's arrays by number, in slices. All damage is DamagedError naming the file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._file = storage.open_file(path, "rb")
+        except storage.StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError) or type(error.__cause__).__name__ == "NotFound":
+                raise DamagedError(f"{path} is missing") from error
+            raise
+        try:
+            with self._damage():
+                if self._file.seek(0, os.SEEK_END) == 0:
+                    raise DamagedError(f"{path} has 0 bytes")
+                self._zip = zipfile.ZipFile(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        self._zip.close()
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._zip.namelist())
+
+    def header(self, number: int) -> Header:
+        """Shape and dtype of array `number`; reads a hundred bytes."""
+        with self._damage(), self._open(number) as member:
+            return _read_header(member)[0]
+
+    def read(self, number: int) -> np.ndarray:
+        """A whole array; for small ones."""
+        parts = [piece for _, piece in self.pieces(number)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def pieces(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(First row, rows) of an array, a few MB at a time; raises at the end if its CRC-32 does not match."""
+        with self._damage(), self._open(number) as member:
+            header, fortran = _read_header(member)
+            row = header.dtype.itemsize * int(np.prod(header.shape[1:], dtype=np.int64))
+            rows = header.shape[0] if header.shape else 1
+            step = rows if fortran or not header.shape else max(1, CHUNK // max(row, 1))
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                content = member.read((stop - start) * row)
+                if len(content) != (stop - start) * row:
+                    raise DamagedError(f"{self.path} is truncated in arr_{number}")
+                shape = (stop - start, *header.shape[1:]) if header.shape else ()
+                flat = np.frombuffer(content, header.dtype)
+                yield start, flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+            if member.read(1):
+                raise DamagedError(f"{self.path} holds more bytes in arr_{number} than its header says")
+
+    def _open(self, number: int) -> IO[bytes]:
+        return self._zip.open(f"arr_{number}.npy")
+
+    @contextlib.contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedError:
+            raise
+        except storage.StorageError:
+            raise
+        except _CORRUPT as error:
+            raise DamagedError(f"{self.path} is corrupt: {error}") from error
+        except OSError as error:
+            raise storage.StorageError(f"{self.path}: cannot read: {error}") from error
+
+
+def _read_header(member: IO[bytes]) -> tuple[Header, bool]:
+    version = np.lib.format.read_magic(member)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(member)
+    if dtype.kind == "V" and dtype.itemsize == 2:
+        dtype = BFLOAT16
+    if dtype.hasobject:
+        raise ValueError("holds Python objects")
+    return Header(tuple(shape), dtype), fortran
+
+
+def file_crc32c(path: str) -> str:
+    """Checksum of a whole file, eight hexadecimal digits."""
+    value = 0
+    with storage.errors(path, "read"), storage.open_file(path) as file:
+        while content := file.read(CHUNK):
+            value = google_crc32c.extend(value, content)
+    return f"{value:08x}"
