@@ -2,11 +2,17 @@
 
 They are written for `jax.shard_map` with replication checking on (`check_vma=True`): a value's type says over which
 mesh axes it varies, so a missing or doubled sum is a type error while tracing, not a wrong gradient.
+
+Over an axis of size 1 nothing varies (`steps.live` keeps such axes out of the specs), and every collective is left
+out of the program: XLA would keep it, as a copy.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from mesh_transformer.mesh import DP, MP
@@ -14,33 +20,40 @@ from mesh_transformer.mesh import DP, MP
 
 def copy_to_shards(x: jax.Array) -> jax.Array:
     """Forward: nothing (every mp shard reads the same value). Backward: sum of the shards' gradients."""
-    return lax.pcast(x, MP, to="varying")
+    return x if lax.axis_size(MP) == 1 else lax.pcast(x, MP, to="varying")
 
 
 def sum_over_shards(x: jax.Array) -> jax.Array:
     """Forward: sum over mp. Backward: nothing (each shard gets the whole gradient)."""
-    return lax.psum(x, MP)
+    return x if lax.axis_size(MP) == 1 else lax.psum(x, MP)
 
 
 def max_over_shards(x: jax.Array) -> jax.Array:
     """Forward: maximum over mp. Backward: none; only ever applied where no gradient flows."""
-    return lax.pmax(lax.stop_gradient(x), MP)
+    x = lax.stop_gradient(x)
+    return x if lax.axis_size(MP) == 1 else lax.pmax(x, MP)
 
 
-def copy_to_replicas(tree: jax.Array) -> jax.Array:
+def copy_to_replicas(tree: Any) -> Any:
     """Forward: nothing. Backward: sum over dp.
 
     Applied to parameters *outside* the function that is differentiated, it keeps each replica's gradient to itself,
     so that the replicas are summed once a step instead of once a layer and microbatch.
     """
-    return jax.tree.map(lambda x: lax.pcast(x, DP, to="varying"), tree)
+    return tree if lax.axis_size(DP) == 1 else jax.tree.map(lambda x: lax.pcast(x, DP, to="varying"), tree)
 
 
-def sum_over_replicas(tree: jax.Array) -> jax.Array:
+def sum_over_replicas(tree: Any) -> Any:
     """Forward: sum over dp. Backward: nothing."""
-    return lax.psum(tree, DP)
+    return tree if lax.axis_size(DP) == 1 else lax.psum(tree, DP)
+
+
+def varying(x: Any) -> Any:
+    """`x`, the same everywhere so far, typed as varying over every mesh axis: for sums that are still to vary."""
+    axes = tuple(axis for axis in (DP, MP) if lax.axis_size(axis) > 1)
+    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def shard_index() -> jax.Array:
     """Number of this shard on the mp axis, int32 []."""
-    return lax.axis_index(MP)
+    return jnp.int32(0) if lax.axis_size(MP) == 1 else lax.axis_index(MP)

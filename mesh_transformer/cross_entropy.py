@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards
-from mesh_transformer.mesh import DP, MP
+from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards, varying
 
 Z_LOSS_WEIGHT = 1e-4
 
@@ -104,7 +103,7 @@ def _weighted_loss_forward(
         return (grad_w, grad_b + grad.sum(0)), (grad_h, c.losses)
 
     zeros = (jnp.zeros(w_Dv.shape, jnp.float32), jnp.zeros(b_v.shape, jnp.float32))
-    start = lax.pcast(zeros, (DP, MP), to="varying")  # typed like the gradients that are added to them
+    start = varying(zeros)  # typed like the gradients that are added to them
     inputs = (_chunks(h_ND, size), _chunks(target_N, size), _chunks(weight_N, size))
     (grad_w, grad_b), (grad_h, losses) = lax.scan(step, start, inputs)
     n = h_ND.shape[0]

@@ -65,6 +65,15 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
+def live(mesh: Mesh, specs: Any) -> Any:
+    """`specs` for `shard_map`, without the mesh axes of size 1, over which nothing can vary."""
+
+    def strip(spec: P) -> P:
+        return P(*(axis if axis is not None and mesh.shape[axis] > 1 else None for axis in spec))
+
+    return jax.tree.map(strip, specs, is_leaf=lambda x: isinstance(x, P))
+
+
 def squared_norm(gradient: Params, param_specs: Any) -> jax.Array:
     """Squared norm [] of a whole gradient from one shard's blocks, each entry counted once."""
     split, whole = jnp.float32(0), jnp.float32(0)
@@ -110,10 +119,7 @@ def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, 
         gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
     else:
         # Accumulators are float32 like the masters: in bfloat16 small contributions would be lost as A grows.
-        first = jax.tree.map(lambda x: x[0], batch)
-        shapes = jax.eval_shape(microbatch, first)
-        del shapes
-        gradient, sums = microbatch(first)
+        gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
         add = lambda total, x: (jax.tree.map(jnp.add, total, microbatch(x)), None)  # noqa: E731
         (gradient, sums), _ = lax.scan(add, (gradient, sums), jax.tree.map(lambda x: x[1:], batch))
     gradient, sums = sum_over_replicas((gradient, sums))
@@ -138,10 +144,14 @@ def compile_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled update: (state, batch) -> (state, metrics), all global arrays; the state passed in is donated."""
 
-    def gradient(params: Params, batch: Batch):  # noqa: ANN202
-        return _gradient(loss, param_specs, mesh.shape[DP], params, batch)
+    blocks = live(mesh, param_specs)
 
-    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=(param_specs, BATCH_SPEC), out_specs=(param_specs, P(), P()))
+    def gradient(params: Params, batch: Batch):  # noqa: ANN202
+        return _gradient(loss, blocks, mesh.shape[DP], params, batch)
+
+    mapped = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(blocks, live(mesh, BATCH_SPEC)), out_specs=(blocks, P(), P())
+    )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, norm, metrics = mapped(state.params, batch)
@@ -169,9 +179,11 @@ def compile_eval_step(
         ce = losses.cross_entropy
         return {"loss": ce.mean(-1), "last_loss": ce[:, -1], "all_loss": ce, "correct": losses.correct}
 
-    rows = P(DP)
-    mapped = jax.shard_map(evaluate, mesh=mesh, in_specs=(param_specs, rows, rows, rows), out_specs=rows)
-    placed = NamedSharding(mesh, rows)
+    rows = live(mesh, P(DP))
+    mapped = jax.shard_map(
+        evaluate, mesh=mesh, in_specs=(live(mesh, param_specs), rows, rows, rows), out_specs=rows
+    )
+    placed = NamedSharding(mesh, P(DP))
     return jax.jit(
         mapped, in_shardings=(shardings(mesh, param_specs), placed, placed, placed), out_shardings=NamedSharding(mesh, P())
     )

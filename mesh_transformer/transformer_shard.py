@@ -151,7 +151,7 @@ def logits_step(model: ModelConfig, mesh: Mesh) -> Any:
     mp = mesh.shape[MP]
     mapped = jax.shard_map(
         shard_function(model, mp, "logits"), mesh=mesh,
-        in_specs=(parameters.specs(model, mp), P(DP)), out_specs=P(DP, None, MP),
+        in_specs=steps.live(mesh, (parameters.specs(model, mp), P(DP))), out_specs=steps.live(mesh, P(DP, None, MP)),
     )  # fmt: skip
     return jax.jit(mapped)
 
