@@ -127,15 +127,16 @@ class Kind:
         if self.combine is Combine.PER_SHARD:
             return [whole[m] for m in range(shards)]
         if self.combine is Combine.SUM and not moment and shards > 1:
-            if shards & (shards - 1) == 0:
-                return [(whole / shards).astype(whole.dtype)] * shards
+            part = (whole / shards).astype(whole.dtype)
+            if shards & (shards - 1) == 0 and np.array_equal(part * shards, whole):  # not where it underflows
+                return [part] * shards
             return [whole] + [np.zeros_like(whole)] * (shards - 1)
         return [whole] * shards
 
     def merge_parts(self, parts: Sequence[np.ndarray], moment: bool = False) -> np.ndarray:
         """Makes one layer's whole tensor from its parts, in shard order.
 
-        Sums are taken in float64 and cast once: in float32, M copies of b/M would not add up to b.
+        Sums are taken in float64 (in float32, M copies of b/M would not add up to b) and returned in float32.
         """
         if self.combine is Combine.CONCAT:
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.split_axis)  # type: ignore[arg-type]
@@ -144,7 +145,7 @@ class Kind:
         if self.combine is Combine.FIRST or len(parts) == 1 or (self.combine is Combine.SUM and moment):
             return parts[0]
         total = np.sum([p.astype(np.float64) for p in parts], axis=0)
-        return (total / len(parts) if self.combine is Combine.MEAN else total).astype(parts[0].dtype)
+        return (total / len(parts) if self.combine is Combine.MEAN else total).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

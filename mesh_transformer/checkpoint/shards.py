@@ -17,20 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from mesh_transformer import optimizer, parameters, storage
+from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint import inventory, layout, manifest
 from mesh_transformer.checkpoint.blocks import Blocks, pieces, region_of, rows_region
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inventory import Inventory
 from mesh_transformer.checkpoint.layout import StateLeaf
 from mesh_transformer.checkpoint.npz import Header, NpzReader, NpzWriter
-from mesh_transformer.checkpoint.snapshot import Snapshot
+from mesh_transformer.checkpoint.snapshot import Snapshot, snapshot
 from mesh_transformer.mesh import MP, replicated
+from mesh_transformer.optimizer import init as fresh_moments
 from mesh_transformer.parameters import Combine, Kind
 from mesh_transformer.state import OptimizerState, Params, TrainState
 
 if TYPE_CHECKING:
     from mesh_transformer.config import ModelConfig
+
+__all__ = ["read_step", "snapshot", "write_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +41,11 @@ _WORKERS = 4
 
 
 def read_step(
-    step_dir: storage.PathLike, model: ModelConfig, mesh: Mesh, with_optimizer: bool = True, dtype: Any = jnp.float32
+    step_dir: storage.PathLike, model: ModelConfig, mesh: Mesh, optimizer: bool = True, dtype: Any = jnp.float32
 ) -> TrainState:
     """A step as a new TrainState of global arrays on `mesh`; M of the files and of the mesh may differ.
 
-    `with_optimizer`: with the Adam state; fresh, with a logged notice, where the files are slim. `dtype`: of the
+    `optimizer`: with the Adam state; fresh, with a logged notice, where the files are slim. `dtype`: of the
     parameters in memory (moments are float32), cast from the files' bf16, f16 or f32.
     Raises CheckpointError where the files belong to another model, DamagedError (one) naming every file that is
     missing, empty or corrupt; nothing is changed then.
@@ -52,7 +55,7 @@ def read_step(
     leaves = inventory.match(found, model, int(mesh.shape[MP]))
     full = found.full
     sections = [layout.PARAMS]
-    if full and with_optimizer:
+    if full and optimizer:
         sections += [layout.MU, layout.NU]
     if found.manifest is not None:
         manifest.verify(path, found.manifest, _needed(leaves, sections, found.shards))
@@ -65,11 +68,11 @@ def read_step(
 
     params = trees[layout.PARAMS]
     opt_state = None
-    if with_optimizer and full:
+    if optimizer and full:
         opt_state = OptimizerState(
             scalar(layout.COUNT), trees[layout.MU], trees[layout.NU], scalar(layout.SCHEDULE_COUNT)
         )
-    elif with_optimizer:
+    elif optimizer:
         logger.warning("%s is slim: it holds no optimizer state, so Adam starts fresh", path)
         opt_state = _fresh_optimizer(params, mesh)
     return TrainState(params, opt_state, scalar(layout.STEP))
@@ -79,7 +82,7 @@ def _fresh_optimizer(params: Params, mesh: Mesh) -> OptimizerState:
     """Zero moments, placed like their parameters."""
     placed: Any = jax.tree.map(lambda array: array.sharding, params)
     counter: Any = replicated(mesh)
-    fresh: OptimizerState = jax.jit(optimizer.init, out_shardings=OptimizerState(counter, placed, placed, counter))(
+    fresh: OptimizerState = jax.jit(fresh_moments, out_shardings=OptimizerState(counter, placed, placed, counter))(
         params
     )
     return fresh
@@ -87,7 +90,7 @@ def _fresh_optimizer(params: Params, mesh: Mesh) -> OptimizerState:
 
 def write_step(
     step_dir: storage.PathLike,
-    snapshot: Snapshot,
+    state: Snapshot,
     model: ModelConfig,
     shards: int,
     **details: Any,
@@ -97,7 +100,8 @@ def write_step(
     Everything is on the disk when it returns. Raises StorageError; what it wrote until then stays.
     """
     path = storage.normalise(step_dir)
-    leaves = layout.state_leaves(model, shards, snapshot.full)
+    state.check(model, shards)
+    leaves = layout.state_leaves(model, shards, state.full)
     for shard in range(shards):
         storage.makedirs(storage.join(path, f"shard_{shard}"))
     runs = np.cumsum([0, *layout.runs(len(leaves))])
@@ -110,7 +114,7 @@ def write_step(
         with storage.errors(name, "write"):
             with NpzWriter(name) as writer:
                 for leaf in run:
-                    _add(writer, leaf, snapshot, shard, shards)
+                    _add(writer, leaf, state, shard, shards)
             return f"shard_{shard}/{file}.npz", manifest.FileEntry(writer.size, writer.crc32c)
 
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -118,24 +122,24 @@ def write_step(
     for shard in range(shards):
         storage.sync_folder(storage.join(path, f"shard_{shard}"))
     described = [
-        manifest.LeafEntry(leaf.label, _whole_shape(leaf), leaf.shard_shape(shards), str(_dtype(leaf, snapshot)))
+        manifest.LeafEntry(leaf.label, _whole_shape(leaf), leaf.shard_shape(shards), str(_dtype(leaf, state)))
         for leaf in leaves
     ]
     manifest.write(path, manifest.Manifest(shards, described, entries, details))
 
 
-def _add(writer: NpzWriter, leaf: StateLeaf, snapshot: Snapshot, shard: int, shards: int) -> None:
+def _add(writer: NpzWriter, leaf: StateLeaf, state: Snapshot, shard: int, shards: int) -> None:
     if leaf.leaf is None:
-        writer.add(Header((), np.dtype(np.int32)), [np.array(snapshot.counters[leaf.section], np.int32)])
+        writer.add(Header((), np.dtype(np.int32)), [np.array(state.counters[leaf.section], np.int32)])
         return
-    header = Header(leaf.shard_shape(shards), _dtype(leaf, snapshot))
-    writer.add(header, pieces(snapshot.blocks(leaf), leaf.leaf.layer, shard, shards, leaf.moment))
+    header = Header(leaf.shard_shape(shards), _dtype(leaf, state))
+    writer.add(header, pieces(state.blocks(leaf), leaf.leaf.layer, shard, shards, leaf.moment))
 
 
-def _dtype(leaf: StateLeaf, snapshot: Snapshot) -> np.dtype:
+def _dtype(leaf: StateLeaf, state: Snapshot) -> np.dtype:
     if leaf.leaf is None:
         return np.dtype(np.int32)
-    return next(iter(snapshot.blocks(leaf).blocks.values())).dtype
+    return next(iter(state.blocks(leaf).blocks.values())).dtype
 
 
 def _whole_shape(leaf: StateLeaf) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from mesh_transformer import parameters
 from mesh_transformer.checkpoint import layout
-from mesh_transformer.checkpoint.blocks import Blocks, region_of
+from mesh_transformer.checkpoint.blocks import Blocks, Region, region_of
 from mesh_transformer.errors import CheckpointError
 from mesh_transformer.mesh import MP
 
@@ -21,51 +22,68 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """`tensors`: (section, module, name) -> blocks of whole tensors; `counters`: section -> int."""
+    """`tensors`: section -> module -> name -> blocks of the whole tensor; `counters`: section -> int.
 
-    tensors: dict[tuple[str, str, str], Blocks]
-    counters: dict[str, int]
-    full: bool
+    `mesh_shards` is the model-parallel size of the mesh that the state lay on.
+    """
+
+    tensors: Mapping[str, Mapping[str, Mapping[str, dict[Region, np.ndarray]]]]
+    counters: Mapping[str, int]
+    mesh_shards: int
+
+    @property
+    def full(self) -> bool:
+        """Whether it has the optimizer's state."""
+        return layout.MU in self.tensors
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for tensor in self.tensors.values() for block in tensor.blocks.values())
+        groups = [group for tree in self.tensors.values() for group in tree.values()]
+        return sum(block.nbytes for group in groups for blocks in group.values() for block in blocks.values())
 
     def blocks(self, leaf: layout.StateLeaf) -> Blocks:
         if leaf.leaf is None:
             raise ValueError(f"{leaf.label} is a counter")
-        return self.tensors[leaf.section, *leaf.leaf.kind.path]
+        kind = leaf.leaf.kind
+        return Blocks(kind, self.tensors[leaf.section][kind.module][kind.name])
+
+    def check(self, model: ModelConfig, shards: int) -> None:
+        """Raises CheckpointError when the state is not the model's, or cannot be written as `shards` shards."""
+        for tree in self.tensors.values():
+            shapes = {m: {n: _Shaped(_whole_shape(b)) for n, b in group.items()} for m, group in tree.items()}
+            parameters.check_tree(shapes, model, self.mesh_shards)
+        if model.norm == "layernorm-desync" and shards != self.mesh_shards:
+            raise CheckpointError(
+                f"a state of norm 'layernorm-desync' lies on {self.mesh_shards} shards, each with its own norms; "
+                f"it cannot be written as {shards}: set cores_per_replica to {self.mesh_shards}"
+            )
 
 
-def snapshot(state: TrainState, model: ModelConfig) -> Snapshot:
-    """Copies every block once (of equal copies on several devices, one); waits for the arrays to be computed.
-
-    Raises CheckpointError listing leaves that do not fit the model.
-    """
-    shards = _mesh_shards(state.params)
-    kinds = {kind.path: kind for kind in parameters.kinds(model, shards)}
+def snapshot(state: TrainState) -> Snapshot:
+    """Copies every block once (of equal copies on several devices, one); waits for the arrays to be computed."""
     trees = {layout.PARAMS: state.params}
     counters = {layout.STEP: int(state.step)}
     if state.opt_state is not None:
         trees |= {layout.MU: state.opt_state.mu, layout.NU: state.opt_state.nu}
         counters[layout.COUNT] = int(state.opt_state.count)
         counters[layout.SCHEDULE_COUNT] = int(state.opt_state.schedule_count)
-    for tree in trees.values():
-        parameters.check_tree(tree, model, shards)
-    for tree in trees.values():
-        for array in jax.tree.leaves(tree):
-            if isinstance(array, jax.Array):
-                array.copy_to_host_async()
-    tensors = {
-        (section, module, name): Blocks(kinds[module, name], _copy(array))
-        for section, tree in trees.items()
-        for module, group in tree.items()
-        for name, array in group.items()
-    }
-    return Snapshot(tensors, counters, state.opt_state is not None)
+    for array in jax.tree.leaves(trees):
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    tensors = {section: jax.tree.map(_copy, tree) for section, tree in trees.items()}
+    return Snapshot(tensors, counters, _mesh_shards(state.params))
 
 
-def _copy(array: jax.Array | np.ndarray) -> dict[tuple[tuple[int, int], ...], np.ndarray]:
+@dataclasses.dataclass(frozen=True)
+class _Shaped:
+    shape: tuple[int, ...]
+
+
+def _whole_shape(blocks: Mapping[Region, np.ndarray]) -> tuple[int, ...]:
+    return tuple(max(stops) for stops in zip(*([stop for _, stop in region] for region in blocks), strict=True))
+
+
+def _copy(array: jax.Array | np.ndarray) -> dict[Region, np.ndarray]:
     """The distinct blocks of this process's devices, as host arrays that nothing else owns."""
     if not isinstance(array, jax.Array):
         return {tuple((0, n) for n in np.shape(array)): np.array(array)}
@@ -81,10 +99,8 @@ def _copy(array: jax.Array | np.ndarray) -> dict[tuple[tuple[int, int], ...], np
 
 def _mesh_shards(params: Params) -> int:
     """Model-parallel size of the mesh that the parameters lie on; 1 for arrays that lie on none."""
-    for array in jax.tree.leaves(params):
-        sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return int(sharding.mesh.shape.get(MP, 1))
-    if not jax.tree.leaves(params):
+    leaves = jax.tree.leaves(params)
+    if not leaves:
         raise CheckpointError("the state has no parameters; there is nothing to save")
-    return 1
+    sharding = getattr(leaves[0], "sharding", None)
+    return int(sharding.mesh.shape.get(MP, 1)) if isinstance(sharding, jax.sharding.NamedSharding) else 1

@@ -1,0 +1,79 @@
+"""Which steps stay, and how the others go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+
+from mesh_transformer import storage
+from mesh_transformer.checkpoint import manifest
+from mesh_transformer.errors import StorageError
+
+# A folder with this file in it is being written or deleted: nothing in it counts, and it may be removed.
+UNFINISHED = ".unfinished"
+
+
+def to_delete(steps: Iterable[int], losses: Mapping[int, float], keep_n: int, keep_every: int) -> set[int]:
+    """Of `steps`, oldest first, those that are neither among the `keep_n` newest, nor a multiple of `keep_every`
+    (0: none are), nor the one with the lowest of `losses` (the newer one on a tie)."""
+    ordered = list(steps)
+    kept = set(ordered[-keep_n:]) if keep_n > 0 else set()
+    if keep_every:
+        kept |= {step for step in ordered if step % keep_every == 0}
+    best = best_of(ordered, losses)
+    if best is not None:
+        kept.add(best)
+    return set(ordered) - kept
+
+
+def best_of(steps: Iterable[int], losses: Mapping[int, float]) -> int | None:
+    """The step with the lowest loss, the newer on a tie; None if none was validated."""
+    judged = [step for step in steps if losses.get(step, float("nan")) == losses.get(step)]  # not NaN
+    return min(judged, key=lambda step: (losses[step], -step), default=None)
+
+
+def mark_unfinished(step_dir: str) -> None:
+    storage.makedirs(step_dir)
+    storage.write_atomic(storage.join(step_dir, UNFINISHED), b"being written or deleted\n")
+
+
+def clear_mark(step_dir: str) -> None:
+    storage.remove(storage.join(step_dir, UNFINISHED))
+
+
+def is_unfinished(step_dir: str) -> bool:
+    return storage.exists(storage.join(step_dir, UNFINISHED))
+
+
+def delete(step_dir: str) -> list[str]:
+    """Remove what this project or the 2021 library wrote into a step's folder; returns the names it left alone.
+
+    The mark goes last, so that a deletion cut short is finished by the next run.
+    """
+    with contextlib.suppress(StorageError):  # a full disk takes no mark, and is the best reason to delete
+        mark_unfinished(step_dir)
+    left = []
+    for name in storage.listdir(step_dir):
+        path = storage.join(step_dir, name)
+        if name.startswith("shard_") and name[6:].isdigit():
+            left += [f"{name}/{file}" for file in _delete_shard(path)]
+        elif name == manifest.NAME or name.startswith(f".{manifest.NAME}."):
+            storage.remove(path)
+        elif name != UNFINISHED:
+            left.append(name)
+    clear_mark(step_dir)
+    if not left:
+        storage.remove_tree(step_dir)
+    return left
+
+
+def _delete_shard(shard_dir: str) -> list[str]:
+    left = []
+    for name in storage.listdir(shard_dir):
+        if name.removesuffix(".npz").isdigit():
+            storage.remove(storage.join(shard_dir, name))
+        else:
+            left.append(name)
+    if not left:
+        storage.remove_tree(shard_dir)
+    return left
