@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import haiku as hk
@@ -221,6 +221,38 @@ class CausalTransformer:
         """Logits [B, S, V] float32 of obs [B, S], all at once: for tests and small models."""
         placed = steps.place(self.mesh, P(DP), np.asarray(obs, np.int32))
         return logits_step(self.model, self.mesh)(self.state.params, placed)
+
+    def generate(
+        self,
+        context: Any,
+        ctx_length: Any,
+        gen_length: int,
+        sampler_options: Mapping[str, Any] | None = None,
+        return_logits: bool = False,
+        seed: int | Sequence[int] = 0,
+        *,
+        eot_id: int | None = None,
+        n_tokens: int | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Continues each prompt by `gen_length` (G) tokens: {"tokens": [B, G], "lengths": [B][, "logits": [B, G, V]]}.
+
+        context [B, S]: token ids, right-aligned (what stands left of the last `ctx_length` is not read). Of more than
+        the model's seq the last are used, with a logged warning. ctx_length [B]: 0 stands for one end-of-text token,
+        `eot_id` (default: the config's tokenizer's).
+        sampler_options: top_p (default 1), top_k (default off), temp (default 1; 0 is greedy), scalars or [B].
+        seed: row i draws by seed + i; or one seed a row. The same seed draws the same text whatever the other rows are.
+        n_tokens: ids from there on are never drawn (default: all of n_vocab may be).
+        "lengths" are G, but for a model with pe "fixed" that reaches the end of its table; the rest of a row is 0 then.
+        "logits" are float32, before any filter. Raises DataError and ConfigError for what does not fit.
+        """
+        from mesh_transformer import generation
+
+        if eot_id is None and np.size(ctx_length) and np.min(ctx_length) == 0:
+            eot_id = generation.end_of_text(self.config)
+        return generation.generate(
+            self.model, self.mesh, self.state.params, context, ctx_length, gen_length, sampler_options, return_logits,
+            seed, eot_id, n_tokens,
+        )  # fmt: skip
 
     def load_ckpt(self, path: str | os.PathLike[str], optimizer: bool = True) -> None:
         """Loads a `step_N` folder of the published layout, full or slim, written on any number of shards.

@@ -32,11 +32,13 @@ LAYERS: list[set[str]] = [
     {"mesh", "parameters", "collectives", "state"},
     {"attention", "cross_entropy", "layers", "optimizer"},
     {"transformer_shard"},
-    {"checkpoint", "data"},
+    {"sampling", "decoding", "checkpoint", "data"},
+    {"generation"},
     {"config_records", "config_report", "training"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {
+    ("transformer_shard", "generation"),  # and generate
     ("transformer_shard", "checkpoint"),  # the network of the public face has load_ckpt and write_ckpt
     ("config", "config_report"),  # `python -m mesh_transformer.config` is the report's command
 }
