@@ -31,15 +31,15 @@ LAYERS: list[set[str]] = [
     {"config_fields", "config_rules", "config_groups", "config", "storage", "gcs"},
     {"mesh", "parameters", "collectives", "state"},
     {"attention", "cross_entropy", "layers", "optimizer"},
-    {"transformer_shard"},
+    {"steps", "transformer_shard"},
     {"sampling", "decoding", "checkpoint", "data"},
     {"generation"},
     {"config_records", "config_report", "training"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {
-    ("transformer_shard", "generation"),  # and generate
     ("transformer_shard", "checkpoint"),  # the network of the public face has load_ckpt and write_ckpt
+    ("transformer_shard", "generation"),  # and generate
     ("config", "config_report"),  # `python -m mesh_transformer.config` is the report's command
 }
 PRIVATE = re.compile(r"^(jax|jaxlib|haiku|optax|numpy|tokenizers|transformers|smart_open|google|wandb|ray)\b.*\._")
