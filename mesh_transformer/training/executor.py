@@ -8,7 +8,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.config import Config
 from mesh_transformer.training.run_state import RunState
+from mesh_transformer.transformer_shard import CausalTransformer
 
 Batch = Mapping[str, np.ndarray]
 
@@ -37,12 +40,13 @@ class Executor(Protocol):
 
 
 class NetworkExecutor:
-    """Executes on this process's devices, for either version of the network."""
+    """Executes on this process's devices. `agreement` is saved with every step (see `start.choose`)."""
 
-    def __init__(self, network: Any, store: Any, config: Any) -> None:
-        self._network = network
-        self._store = store
-        self._config = config
+    def __init__(
+        self, network: CausalTransformer, store: CheckpointStore, config: Config, agreement: Mapping[str, Any]
+    ) -> None:
+        self._network, self._store = network, store
+        self._config, self._agreement = config, agreement
 
     def train(self, batch: Batch) -> Callable[[], dict[str, float]]:
         metrics = self._network.train(batch)
@@ -51,3 +55,21 @@ class NetworkExecutor:
     def evaluate(self, batch: Batch) -> Callable[[], np.ndarray]:
         losses = self._network.eval(batch)["all_loss"]
         return lambda: np.asarray(jax.device_get(losses))
+
+    def save(self, run: RunState, position: Mapping[str, Any], val_loss: Mapping[str, float]) -> None:
+        self._store.save(
+            run.step,
+            self._network.state,
+            self._config,
+            position=position,
+            val_loss=val_loss,
+            aux={"run": run.to_json()},
+            agreement=self._agreement,
+        )
+
+    def wait(self) -> None:
+        self._store.wait()
+
+    def last_saved(self) -> str | None:
+        step = self._store.latest()
+        return None if step is None else self._store.path(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -125,14 +126,7 @@ class TensorBoardTracker:
     """TensorBoard events under `{model_dir}/tensorboard`; steps are the loop's."""
 
     def __init__(self, model_dir: str) -> None:
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ConfigError(
-                "trackers has tensorboard, which needs the package tensorboardX: pip install 'mesh-transformer"
-                "[tensorboard]', or take it out of trackers"
-            ) from error
-        self._library = tensorboardX
+        self._library = _package("tensorboard", "tensorboardX")
         self._folder = storage.join(model_dir, TENSORBOARD_NAME)
         self._writer: Any = None
 
@@ -159,13 +153,7 @@ class WandbTracker:
     """A W&B run, offline unless `wandb_mode` is online; it starts, and so fails, before weights are read."""
 
     def __init__(self, config: Config, run_id: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "trackers has wandb, which needs the package wandb: pip install 'mesh-transformer[wandb]', or take it "
-                "out of trackers"
-            ) from error
+        wandb = _package("wandb", "wandb")
         run = config.run
         local = not storage.is_url(run.directory)
         folder = run.directory if local else "."
@@ -178,7 +166,7 @@ class WandbTracker:
                 name=run.name,
                 notes=run.comment,
                 config=config.to_dict(),
-                mode=run.wandb_mode,  # type: ignore[arg-type]
+                mode=run.wandb_mode,
                 dir=folder,
                 id=run_id,
                 resume="allow" if online else None,
@@ -201,6 +189,23 @@ class WandbTracker:
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
+
+
+def check_packages(config: Config) -> None:
+    """Raises ConfigError where a tracker's package is not installed; starts nothing."""
+    for tracker, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if tracker in config.run.trackers:
+            _package(tracker, package)
+
+
+def _package(tracker: str, package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"trackers has {tracker}, which needs the package {package}: pip install 'mesh-transformer[{tracker}]', "
+            "or take it out of trackers"
+        ) from error
 
 
 def open_trackers(config: Config, run_id: str) -> list[Tracker]:

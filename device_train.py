@@ -1,0 +1,82 @@
+"""Train or fine-tune on this machine's devices, or continue a run.
+
+    python device_train.py --config configs/quickstart.json --platform cpu --devices 8
+
+Run the same command again to continue a run that was stopped. docs/training.md tells the rest.
+Exit codes: 0 done, 2 something to correct, 3 stopped by values that are not finite, 75 interrupted and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from mesh_transformer.errors import EXIT_NONFINITE, EXIT_USER, MeshTransformerError, NonFiniteError
+
+EXIT_KEYBOARD = 130  # what shells report for a program that Ctrl-C ended
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="JSON config, a path or URL")
+    parser.add_argument(
+        "--tune-model-path", metavar="PATH", help="fine-tune from this checkpoint: a step_N folder, or a model_dir"
+    )
+    parser.add_argument(
+        "--fresh-opt", action="store_true", help="with --tune-model-path: do not load Adam's moments, start with zeros"
+    )
+    parser.add_argument("--new", action="store_true", help="delete the run in model_dir and start over; asks first")
+    parser.add_argument("--yes", action="store_true", help="answer yes to what --new asks")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="refuse to run on any other (default: any)")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, compile, take one step, leave nothing behind"
+    )
+    parser.add_argument("--version", type=int, choices=(1, 2), help="network version (default: the config's, or 1)")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
+    )
+    parser.add_argument(
+        "--reset-data", action="store_true", help="continue the run at the beginning of train_set, which may be another"
+    )
+    options = parser.parse_args(arguments)
+    if options.fresh_opt and not options.tune_model_path:
+        parser.error("--fresh-opt needs --tune-model-path: it says what to leave out of that checkpoint")
+    if options.devices is not None and options.devices < 1:
+        parser.error(f"--devices is {options.devices}; it must be 1 or more")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    # Their notes on every request or plugin are not about the run.
+    for name in ("jax", "absl", "urllib3", "google"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Imported after parsing, so that --help and mistakes on the command line show at once.
+    from mesh_transformer.training import local
+
+    try:
+        return local.train(
+            local.Request(**vars(options)),
+            ask=local.ask_on_terminal,
+            command=["device_train.py", *(arguments or sys.argv[1:])],
+        )
+    except NonFiniteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NONFINITE
+    except MeshTransformerError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        print("stopped at once; what was saved before stays", file=sys.stderr)
+        return EXIT_KEYBOARD
+
+
+if __name__ == "__main__":
+    sys.exit(main())

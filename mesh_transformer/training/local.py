@@ -1,0 +1,289 @@
+"""A training run on this process's devices, from the command's options to its exit code.
+
+Order: everything that needs no device is checked first, then devices start, then trackers, then weights are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from mesh_transformer import parameters, storage
+from mesh_transformer.checkpoint import layout
+from mesh_transformer.checkpoint.store import CheckpointStore, find_step
+from mesh_transformer.config import Config, check_training, load_config, mesh_notice, resolve_epochs
+from mesh_transformer.data.record_set import RecordSet
+from mesh_transformer.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_USER, ConfigError, NonFiniteError
+from mesh_transformer.mesh import DP, MP, choose_platform, describe, find_devices, make_mesh
+from mesh_transformer.state import TrainState
+from mesh_transformer.training import data_sets, start, trackers
+from mesh_transformer.training.executor import NetworkExecutor
+from mesh_transformer.training.loop import Ending, Hardware, TrainingLoop
+from mesh_transformer.training.progress import Progress
+from mesh_transformer.training.run_state import RunState
+from mesh_transformer.training.signals import StopRequest
+from mesh_transformer.training.start import Origin, Start
+from mesh_transformer.training.watchdog import Watchdog
+from mesh_transformer.transformer_shard import CausalTransformer, compiled_init
+
+logger = logging.getLogger(__name__)
+
+Ask = Callable[[str], bool]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of device_train.py, under their names."""
+
+    config: str
+    tune_model_path: str | None = None
+    fresh_opt: bool = False
+    new: bool = False
+    yes: bool = False
+    platform: str | None = None
+    devices: int | None = None
+    dry_run: bool = False
+    version: int | None = None
+    strict: bool = False
+    reset_data: bool = False
+
+
+def ask_on_terminal(question: str) -> bool:
+    """Asks a person. Raises ConfigError where there is none to ask."""
+    if not sys.stdin or not sys.stdin.isatty():
+        raise ConfigError(f"{question} There is no terminal to ask on: pass --yes to agree")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str] = ("device_train.py",)) -> int:
+    """Runs what `request` asks for and returns the exit code.
+
+    ask: gets the question of --new.  command: what a message tells the user to run again.
+    Raises MeshTransformerError for what the user can correct, NonFiniteError after `max_skipped` batches.
+    """
+    with StopRequest() as stop, Watchdog() as watchdog, contextlib.ExitStack() as stack:
+        config = load_config(request.config)
+        if request.version is not None:
+            config = dataclasses.replace(config, version=request.version)
+        with watchdog.phase("looking at the data files"):
+            records = data_sets.check_data(config)
+        stack.callback(records.close)
+        store = _store(config)
+        config, mesh = _start_devices(request, config, records)
+        begin = start.choose(
+            store, config, dp=mesh.shape[DP], fingerprint=records.fingerprint, tune_path=request.tune_model_path,
+            new=request.new, reset_data=request.reset_data,
+        )  # fmt: skip
+        if begin.finished:
+            logger.info(
+                "%s is at step %d of %d: there is nothing left to train", store.model_dir, begin.step,
+                begin.config.run.total_steps,
+            )  # fmt: skip
+            return EXIT_DONE
+        with watchdog.phase("checking that model_dir can be written"):
+            storage.probe_writable(store.model_dir)
+            store.check_space(layout.step_bytes(begin.config.model, begin.config.mesh.cores_per_replica))
+        session = _Session(request, begin, store, mesh, stop, watchdog, command)
+        if request.dry_run:
+            return session.try_out()
+        if request.new and store.latest() is not None and not request.yes:
+            question = f"Delete the run at step {store.latest()} in {store.model_dir} and start over?"
+            if not ask(question):
+                raise ConfigError(f"--new was not agreed to; the run in {store.model_dir} stays")
+        stack.enter_context(store.hold())
+        return session.run()
+
+
+def _store(config: Config) -> CheckpointStore:
+    run = config.run
+    return CheckpointStore(run.directory, run.keep_n, run.keep_every, run.keep_best)
+
+
+def _start_devices(request: Request, config: Config, records: RecordSet) -> tuple[Config, jax.sharding.Mesh]:
+    """Starts devices and settles what depends on their number: the mesh, and total_steps where epochs are given."""
+    choose_platform(request.platform, request.devices)
+    devices = find_devices(request.platform, request.devices)
+    mesh = make_mesh(config, devices)
+    logger.info("%s", describe(mesh))
+    notice = mesh_notice(config, len(devices))
+    if notice:
+        logger.info("%s", notice)
+    if config.data.epochs is not None:
+        epochs, count = config.data.epochs, records.count
+        config = resolve_epochs(config, count, mesh.shape[DP])
+        logger.info("%g epochs of %d sequences: total_steps %d", epochs, count, config.run.total_steps)
+    check_training(config)
+    return config, mesh
+
+
+class _Session:
+    """One process's part of a run, with everything checked and devices started."""
+
+    def __init__(
+        self, request: Request, begin: Start, store: CheckpointStore, mesh: jax.sharding.Mesh, stop: StopRequest,
+        watchdog: Watchdog, command: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._request, self._begin, self._store, self._mesh = request, begin, store, mesh
+        self._stop, self._watchdog, self._command = stop, watchdog, command
+        self._config = begin.config
+
+    def run(self) -> int:
+        """Trains, saves, and returns the exit code."""
+        code = EXIT_USER
+        with contextlib.ExitStack() as stack:
+            if self._request.new:
+                self._delete_old()
+            run_id = self._run_id()
+            opened = trackers.open_trackers(self._config, run_id)
+
+            def close_trackers() -> None:
+                for tracker in opened:
+                    tracker.close(code)
+
+            stack.callback(close_trackers)
+            network, run, position = self._first_state(run_id)
+            for tracker in opened:
+                tracker.start(run.step)
+            loop = self._loop(network, run, position, opened, stack)
+            try:
+                ending = loop.run()
+            except BaseException as error:
+                code = EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_USER
+                raise
+            code = self._report(ending, loop.run_state)
+        return code
+
+    def try_out(self) -> int:
+        """The dry run: one update, and one evaluation where the run would validate; nothing is written."""
+        trackers.check_packages(self._config)
+        network, _, position = self._first_state(self._run_id())
+        with contextlib.ExitStack() as stack:
+            data = stack.enter_context(data_sets.open_training(self._config, self._mesh.shape[DP], position))
+            executor = NetworkExecutor(network, self._store, self._config, self._begin.agreement)
+            validation = data_sets.open_validation(self._config, self._mesh.shape[DP], stack.callback)
+            began = time.monotonic()
+            with self._watchdog.phase("compiling and taking one step"):
+                numbers = executor.train(next(data))()
+            logger.info(
+                "one step: loss %.4f, gradient norm %.4f, %.1f s with compilation", numbers["loss"],
+                numbers["grad_norm"], time.monotonic() - began,
+            )  # fmt: skip
+            if validation is not None and self._config.run.val_every:
+                for name, result in validation.run(executor, self._watchdog, self._stop).items():
+                    logger.info("validation on %s: loss %.4f over %d sequences", name, result.loss, result.sequences)
+        logger.info("dry run: everything is in order; nothing was written")
+        return EXIT_DONE
+
+    def _loop(
+        self, network: CausalTransformer, run: RunState, position: dict[str, object] | None,
+        opened: Sequence[trackers.Tracker], stack: contextlib.ExitStack,
+    ) -> TrainingLoop:  # fmt: skip
+        config, dp = self._config, self._mesh.shape[DP]
+        device = self._mesh.devices.flat[0]
+        return TrainingLoop(
+            config,
+            NetworkExecutor(network, self._store, config, self._begin.agreement),
+            stack.enter_context(data_sets.open_training(config, dp, position)),
+            run,
+            saved=self._begin.origin is Origin.RESUME,
+            hardware=Hardware(device.device_kind, self._mesh.size),
+            stop=self._stop,
+            watchdog=self._watchdog,
+            validation=data_sets.open_validation(config, dp, stack.callback),
+            trackers=opened,
+            progress=stack.enter_context(Progress(run.step, int(config.run.total_steps or 0))),
+        )
+
+    def _delete_old(self) -> None:
+        left = self._store.delete_own()
+        trackers.remove_tracks(self._store.model_dir)
+        for path in left:
+            logger.info("--new left %s alone: no run of this project wrote it", path)
+
+    def _run_id(self) -> str:
+        """The run's name towards trackers, kept over resumes."""
+        if self._begin.origin is Origin.RESUME:
+            found = self._store.aux(self._begin.step).get("run", {}).get("run_id")
+            if found:
+                return str(found)
+        return uuid.uuid4().hex[:8]
+
+    def _first_state(self, run_id: str) -> tuple[CausalTransformer, RunState, dict[str, object] | None]:
+        """The network with the state to begin at, the run's record and its data position (None: the beginning).
+
+        Sources, in order: see `Origin`.
+        """
+        begin, config, request = self._begin, self._config, self._request
+        network = CausalTransformer(config, self._mesh)
+        count = parameters.count(network.model, self._mesh.shape[MP])
+        dp = self._mesh.shape[DP]
+        logger.info(
+            "%s parameters; an update takes %d sequences, %s tokens", f"{count:,}", config.sequences_per_step(dp),
+            f"{config.tokens_per_step(dp):,}",
+        )  # fmt: skip
+        if begin.origin is Origin.RESUME:
+            return self._resumed(network, run_id)
+        if begin.origin is Origin.TUNE and request.tune_model_path:
+            source = find_step(request.tune_model_path)
+            with self._watchdog.phase(f"loading {source}"):
+                network.load_ckpt(source, optimizer=not request.fresh_opt)
+            network.state = begin_schedule(network)
+            logger.info("fine-tuning from %s: the schedule begins at 0", source)
+            return network, RunState(run_id, tuned_from=start.absolute(request.tune_model_path)), None
+        logger.info("training from scratch with seed %d, into %s", config.run.seed, self._store.model_dir)
+        with self._watchdog.phase("drawing the first weights"):
+            jax.block_until_ready(network.state)
+        return network, RunState(run_id), None
+
+    def _resumed(
+        self, network: CausalTransformer, run_id: str
+    ) -> tuple[CausalTransformer, RunState, dict[str, object] | None]:
+        config, dp, reset = self._config, self._mesh.shape[DP], self._request.reset_data
+        agreement = {key: value for key, value in self._begin.agreement.items() if not (reset and key == "data")}
+        with self._watchdog.phase(f"loading step {self._begin.step}"):
+            restored = self._store.restore(config, self._mesh, strict=self._request.strict, agreement=agreement)
+        network.state = restored.state
+        run = start.restored_run(
+            restored.aux, restored.step, config.sequences_per_step(dp), config.tokens_per_step(dp), run_id
+        )
+        position = None if reset else restored.aux.get("train_loader") or None
+        logger.info(
+            "resuming %s at step %d of %d%s", self._store.model_dir, restored.step, config.run.total_steps,
+            ", at the beginning of train_set" if position is None else "",
+        )  # fmt: skip
+        return network, run, position
+
+    def _report(self, ending: Ending, run: RunState) -> int:
+        total, step = self._config.run.total_steps, self._store.latest()
+        saved = f"saved as {self._store.path(step)}" if step is not None else "nothing had to be saved"
+        if ending is Ending.DONE:
+            logger.info("done: %d of %d steps, %s", run.step, total, saved)
+            return EXIT_DONE
+        # --new would delete what was just saved.
+        again = shlex.join(word for word in ("python", *self._command) if word != "--new")
+        logger.info(
+            "interrupted by %s at step %d of %d, %s; to go on: %s", self._stop.requested, run.step, total, saved, again
+        )
+        return EXIT_INTERRUPTED
+
+
+def begin_schedule(network: CausalTransformer) -> TrainState:
+    """The network's state with the schedule at its beginning, and fresh moments where it has none.
+
+    The state's own `step`, and Adam's count beside its moments, go on.
+    """
+    state = network.state
+    opt_state = state.opt_state
+    if opt_state is None:
+        opt_state = compiled_init(network.model, network.mesh)(state.params)
+    zero = jax.device_put(np.int32(0), opt_state.schedule_count.sharding)
+    return state._replace(opt_state=opt_state._replace(schedule_count=zero))
