@@ -122,7 +122,7 @@ class CheckpointStore:
         if free < needed:
             raise StorageError(
                 f"{self.model_dir}: {_gb(free)} free, but up to {most} checkpoints of {_gb(step_bytes)} will be "
-                f"there at once, which needs {_gb(needed)} more: free some space, lower keep_n, or choose another model_dir"
+                f"there at once, which needs {_gb(needed)} more: free some, lower keep_n, or choose another model_dir"
             )
 
     def delete_own(self) -> list[str]:
