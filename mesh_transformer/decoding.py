@@ -72,11 +72,13 @@ class Prompts(NamedTuple):
 
 class Drawn(NamedTuple):
     """Tokens int32 [B, N] (those of a row's `counts` int32 [B] are its own, the rest is padding), the rows' `status`,
-    and the logits float32 [B, N, V] that the tokens were drawn from, or None. On every process whole."""
+    the steps that the loop took, int32 [], and the logits float32 [B, N, V] that the tokens were drawn from, or None.
+    On every process whole."""
 
     tokens: Leaf
     counts: Leaf
     status: Leaf
+    steps: Leaf
     logits: Leaf | None
 
 
@@ -221,7 +223,8 @@ def prefill_step(model: ModelConfig, mesh: Mesh, slots: int, with_logits: bool) 
             prompts.stop, prompts.sampler,
         )  # fmt: skip
         rows = _draw(rows, logits, n_tokens)
-        return rows, Drawn(rows.token[:, None], rows.drawn, rows.status, logits[:, None] if with_logits else None)
+        kept = logits[:, None] if with_logits else None
+        return rows, Drawn(rows.token[:, None], rows.drawn, rows.status, jnp.int32(0), kept)
 
     specs = parameters.specs(model, mesh.shape[MP])
     return _compiled(prefill, model, mesh, (specs, PROMPTS_SPEC, P()), with_logits, donate=())
@@ -262,8 +265,8 @@ def decode_steps(model: ModelConfig, mesh: Mesh, with_logits: bool) -> Any:
             return i + 1, any_running(rows), rows, tokens, logits
 
         start = (jnp.int32(0), any_running(rows), rows, tokens, logits)
-        _, _, rows, tokens, logits = lax.while_loop(go_on, step, start)
-        return rows, Drawn(tokens, rows.drawn - before, rows.status, logits)
+        taken, _, rows, tokens, logits = lax.while_loop(go_on, step, start)
+        return rows, Drawn(tokens, rows.drawn - before, rows.status, taken, logits)
 
     specs = parameters.specs(model, mesh.shape[MP])
     return _compiled(decode, model, mesh, (specs, ROWS_SPEC, P(), P()), with_logits, donate=(1,))
@@ -278,7 +281,7 @@ def _compiled(
     donate: tuple[int, ...],
 ) -> Any:
     """`function` mapped over the mesh and compiled, with its matrices narrowed; `Drawn` is whole on every process."""
-    drawn = Drawn(_ROW, _ROW, _ROW, _ROW if with_logits else None)
+    drawn = Drawn(_ROW, _ROW, _ROW, P(), _ROW if with_logits else None)
     out_specs = (ROWS_SPEC, drawn)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=steps.live(mesh, in_specs), out_specs=steps.live(mesh, out_specs)
@@ -291,6 +294,10 @@ def _compiled(
     return jax.jit(
         run,
         in_shardings=steps.shardings(mesh, in_specs),
-        out_shardings=(steps.shardings(mesh, ROWS_SPEC), Drawn(whole, whole, whole, whole if with_logits else None)),
+        out_shardings=(steps.shardings(mesh, ROWS_SPEC), jax.tree.map(lambda _: whole, drawn, is_leaf=_is_spec)),
         donate_argnums=donate,
     )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

@@ -55,7 +55,7 @@ def sampler_of(options: Mapping[str, Any] | None, rows: int, seed: int | Sequenc
             raise ConfigError(f"sampler option {name!r} is unknown; the nearest is {nearest!r}")
     values = {name: _spread(name, options.get(name), rows) for name in DEFAULTS}
     return Sampler(
-        np.array([min(_number("temp", x, 0, math.inf), _FLOAT32.max) for x in values["temp"]], np.float32),
+        np.array([min(_number("temp", x, 0, math.inf), float(_FLOAT32.max)) for x in values["temp"]], np.float32),
         np.array([_number("top_p", x, 0, 1) for x in values["top_p"]], np.float32),
         np.array([_top_k(x) for x in values["top_k"]], np.int32),
         seed_words(seed, rows),
