@@ -50,9 +50,9 @@ def in_directory(config: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def with_steps(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The same run over another number of steps, its schedule and its periods in proportion."""
+    """The same run over another number of steps, its warm-up in proportion, validated and saved at least 4 times."""
     warmup = max(1, steps * config["warmup_steps"] // config["total_steps"])
-    period = max(1, steps * config["val_every"] // config["total_steps"])
+    period = max(1, min(config["val_every"], steps // 4))
     return config | {
         "total_steps": steps,
         "warmup_steps": warmup,
@@ -70,8 +70,8 @@ def stages(config: dict[str, Any], path: Path, megabytes: float) -> list[Stage]:
     collect = ("scripts/collect_python_text.py", "--output-dir", str(text), "--max-mb", f"{megabytes:g}")
     tokenize = ("scripts/train_tokenizer.py", str(text), "--output", tokenizer, "--vocab-size", str(config["n_vocab"]))
     records = (
-        "create_finetune_tfrecords.py", str(text), name, "--output-dir", str(data), "--tokenizer", tokenizer,
-        "--seq", str(config["seq"]), "--val-fraction", "0.05", "--index",
+        "create_finetune_tfrecords.py", str(text), name, "--output-dir", str(data), "--config", str(path),
+        "--val-fraction", "0.05", "--split-by", "file", "--index",
     )  # fmt: skip
     train = ("device_train.py", "--config", str(path), *DEVICES)
     plot = ("scripts/plot_loss.py", str(model / "metrics.jsonl"), "--output", str(picture), "--title", config["name"])
