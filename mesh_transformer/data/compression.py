@@ -9,12 +9,13 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from mesh_transformer.errors import DataError
 
 HEAD_BYTES = 6  # what `detect` needs to see
 _BUFFER = 1 << 20  # bytes
+_FRAME_BLOCK = 1 << 14  # packed bytes at a time: what they decompress to is held in memory
 
 
 def detect(head: bytes) -> str | None:
@@ -43,12 +44,7 @@ def open_stream(file: IO[bytes], codec: str) -> IO[bytes]:
         return cast(IO[bytes], lzma.LZMAFile(file))
     if codec == "bzip2":
         return cast(IO[bytes], bz2.BZ2File(file))
-    if codec == "zlib":
-        return cast(IO[bytes], io.BufferedReader(_ZlibReader(file), _BUFFER))
-    import zstandard
-
-    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return cast(IO[bytes], io.BufferedReader(_ZstdReader(reader), _BUFFER))
+    return cast(IO[bytes], io.BufferedReader(_FrameReader(file, codec), _BUFFER))
 
 
 @contextlib.contextmanager
@@ -58,52 +54,63 @@ def errors(path: str, codec: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (zlib.error, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: broken {codec} data ({error}); fetch or make the file again") from error
-    except OSError as error:
+    except Exception as error:
         # bz2 reports bad data as a plain OSError without a number; a real failure of the disk has one.
-        if error.errno is not None:
+        numberless = isinstance(error, OSError) and error.errno is None
+        if not numberless and not isinstance(error, _error_types()):
             raise
         raise DataError(f"{path}: broken {codec} data ({error}); fetch or make the file again") from error
 
 
-class _ZlibReader(io.RawIOBase):
-    def __init__(self, file: IO[bytes]) -> None:
+class _FrameReader(io.RawIOBase):
+    """zlib or zstandard data, of one frame or several in a row. An end inside a frame is an EOFError."""
+
+    def __init__(self, file: IO[bytes], codec: str) -> None:
         self._file = file
-        self._stream = zlib.decompressobj()
+        self._codec = codec
+        self._frame: Any = None
+        self._packed = b""  # read, and not yet decompressed
+        self._plain = memoryview(b"")  # decompressed, and not yet handed out
 
     def readable(self) -> bool:
+        """True, as io asks of a stream."""
         return True
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         """Fill the buffer with what comes next; 0 at the end."""
-        while not self._stream.eof:
-            block = self._stream.unconsumed_tail or self._file.read(_BUFFER)
-            if not block:
-                raise EOFError("it ends too early")
-            plain = self._stream.decompress(block, len(buffer))
-            if plain:
-                buffer[: len(plain)] = plain
-                return len(plain)
-        return 0
+        while not self._plain:
+            if not self._packed and not (block := self._file.read(_FRAME_BLOCK)):
+                if self._frame is not None:
+                    raise EOFError("it ends too early")
+                return 0
+            self._packed = self._packed or block
+            self._decompress()
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = _new_frame(self._codec)
+        self._plain = memoryview(self._frame.decompress(self._packed))
+        self._packed = self._frame.unused_data if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = None
 
 
-class _ZstdReader(io.RawIOBase):
-    """Turns zstandard's errors into those of zlib, and a frame that is cut off into EOFError."""
+def _new_frame(codec: str) -> Any:
+    if codec == "zlib":
+        return zlib.decompressobj()
+    import zstandard
 
-    def __init__(self, reader: IO[bytes]) -> None:
-        self._reader = reader
+    return zstandard.ZstdDecompressor().decompressobj()
 
-    def readable(self) -> bool:
-        return True
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Fill the buffer with what comes next; 0 at the end."""
+def _error_types() -> tuple[type[Exception], ...]:
+    known: tuple[type[Exception], ...] = (zlib.error, EOFError, lzma.LZMAError, gzip.BadGzipFile)
+    try:
         import zstandard
-
-        try:
-            plain = self._reader.read(len(buffer))
-        except zstandard.ZstdError as error:
-            raise zlib.error(str(error)) from error
-        buffer[: len(plain)] = plain
-        return len(plain)
+    except ImportError:
+        return known
+    return (*known, zstandard.ZstdError)

@@ -86,6 +86,12 @@ def from_json(content: dict[str, Any], records: RecordSet, shuffle_seed: int | N
     return Position(**values)
 
 
+def at_beginning(content: dict[str, Any]) -> Position:
+    """The beginning of the data, for a run that has consumed what a checkpoint says."""
+    records = content.get("records")
+    return Position(records=records if type(records) is int and records > 0 else 0)
+
+
 def _in_files(records: RecordSet, consumed: int, epoch: int, epoch_records: int) -> Position:
     """The position after so many records of an epoch, found by the offsets of the files."""
     starts = records.starts

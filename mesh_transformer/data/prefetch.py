@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -49,6 +50,9 @@ class Prefetch(Generic[T]):
         """Stop reading ahead and wait for the thread; what was read ahead is thrown away."""
         self._stop.set()
         if self._thread is not None:
+            with contextlib.suppress(queue.Empty):
+                while True:  # room in the queue lets the thread see at once that it is to stop
+                    self._queue.get_nowait()
             self._thread.join()
             self._thread = None
         self._end = self._end or _End()
