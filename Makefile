@@ -6,6 +6,8 @@ VENV ?= .venv
 PEERS ?= auto
 # Anything for pytest, such as PYTEST_ARGS="-k storage -x".
 PYTEST_ARGS ?=
+# Such as QUICKSTART_ARGS=--short.
+QUICKSTART_ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP := requirements.txt pyproject.toml
@@ -42,7 +44,7 @@ $(VENV)/.installed-peers-$(PEERS): $(VENV)/.installed-core scripts/install_peers
 	@touch $@
 
 quickstart: $(VENV)/.installed-plot
-	$(BIN)/python scripts/quickstart.py
+	$(BIN)/python scripts/quickstart.py $(QUICKSTART_ARGS)
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-peers-$(PEERS)
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
