@@ -19,6 +19,11 @@ from mesh_transformer.mesh import MP, replicated
 from mesh_transformer.state import OptimizerState, TrainState
 
 
+def without_fsync(monkeypatch):
+    """Tests of what is written, not of whether the disk has it, need not wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda _handle: None)
+
+
 def config_of(mp=1, **changes):
     return load_config(tiny(cores_per_replica=mp, **changes))
 

@@ -14,15 +14,22 @@ from checkpoint_tools import (
     host,
     random_state,
     read_plain,
+    without_fsync,
     write_2021,
 )
 from conftest import mesh_of
 
-from mesh_transformer.config import load_config
 from mesh_transformer.checkpoint import layout, manifest
 from mesh_transformer.checkpoint.shards import read_step, snapshot, write_step
+from mesh_transformer.config import load_config
 from mesh_transformer.errors import CheckpointError
 from mesh_transformer.parameters import NORMS, POSITIONS, Combine
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch):
+    without_fsync(monkeypatch)
+
 
 GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"
 GOLDEN_STEPS = sorted(path for path in GOLDEN.glob("v1_*/*step_*") if path.is_dir())

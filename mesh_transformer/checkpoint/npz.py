@@ -70,7 +70,9 @@ class NpzWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:
-            with contextlib.suppress(OSError):
+            self._out.broken = True
+            self._zip.close()
+            with contextlib.suppress(OSError):  # the error that brought us here says more
                 self._file.close()
             return
         self._zip.close()
@@ -85,8 +87,11 @@ class _CheckedOutput:
         self._file = file
         self.size = 0
         self.crc32c = 0
+        self.broken = False  # set after an error: what zipfile still has to say is dropped
 
     def write(self, content: Any) -> int:
+        if self.broken:
+            return len(content)
         # The checksum takes arrays and bytes, not the memoryviews that zipfile hands on.
         self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(content, np.uint8))
         self.size += len(content)

@@ -294,7 +294,7 @@ class CheckpointStore:
         """Finish what a killed run left: steps half written or half deleted go, complete ones lose their mark."""
         steps = self._meta().steps
         for step in meta.step_folders(self.model_dir):
-            if retention.is_unfinished(self.path(step)):
+            if retention.is_unfinished(self.path(step)) or not storage.listdir(self.path(step)):
                 if step in steps:
                     retention.clear_mark(self.path(step))
                 else:
