@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path("configs/quickstart.json")
 SHORT_DIRECTORY = Path("runs/quickstart-short")
+MEGABYTES = 5.0
 SHORT_STEPS, SHORT_MEGABYTES = 20, 0.6
 DEVICES = ("--platform", "cpu", "--devices", "8")
 PROMPTS = ("def __init__(self, ", "import ", '    """Return ')
@@ -62,7 +63,7 @@ def with_steps(config: dict[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
-def stages(config: dict[str, Any], path: Path, megabytes: float) -> list[Stage]:
+def stages(config: dict[str, Any], path: Path, megabytes: float, prompts: tuple[str, ...] = PROMPTS) -> list[Stage]:
     """The commands, in order. config: the contents of the file `path`, which they name."""
     data, model = Path(config["data_dir"]), Path(config["model_dir"])
     text, name = data / "text", config["train_set"].removesuffix(".train.index")
@@ -75,19 +76,14 @@ def stages(config: dict[str, Any], path: Path, megabytes: float) -> list[Stage]:
     )  # fmt: skip
     train = ("device_train.py", "--config", str(path), *DEVICES)
     plot = ("scripts/plot_loss.py", str(model / "metrics.jsonl"), "--output", str(picture), "--title", config["name"])
+    sample = ("device_sample.py", "--config", str(path), "--max-tokens", "64", *DEVICES)
     return [
         Stage("text: the sources of Python's own standard library", collect, text),
         Stage(f"a byte-level BPE tokenizer of {config['n_vocab']} tokens", tokenize, Path(tokenizer)),
         Stage("records for training and validation, split by file", records, data / config["train_set"]),
         Stage(f"training, {config['total_steps']} steps on 8 simulated devices", train),
         Stage("the loss curve", plot),
-        *(
-            Stage(
-                "a sample",
-                ("device_sample.py", "--config", str(path), "--prompt", prompt, "--max-tokens", "64", *DEVICES),
-            )
-            for prompt in PROMPTS
-        ),
+        *(Stage("a sample", (*sample, "--prompt", prompt)) for prompt in prompts),
     ]
 
 
@@ -155,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: --steps is {options.steps}; it must be 1 or more", file=sys.stderr)
         return EXIT_USER
     config, path = prepare(options)
-    todo = stages(config, path, SHORT_MEGABYTES if options.short else 5.0)
+    megabytes, prompts = (SHORT_MEGABYTES, PROMPTS[:1]) if options.short else (MEGABYTES, PROMPTS)
+    todo = stages(config, path, megabytes, prompts)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     for number, stage in enumerate(todo, start=1):
         status = run(stage, number, len(todo))
