@@ -9,9 +9,10 @@ Exit codes: 0 done, 2 something to correct, 3 stopped by values that are not fin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mesh_transformer.errors import EXIT_NONFINITE, EXIT_USER, MeshTransformerError, NonFiniteError
 
@@ -51,31 +52,41 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@contextlib.contextmanager
+def log_lines() -> Iterator[None]:
+    """Shows the package's log on stderr, one plain line each, while the block runs."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("mesh_transformer")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    # Their notes on every request or plugin are not about the run.
-    for name in ("jax", "absl", "urllib3", "google"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(words)
     # Imported after parsing, so that --help and mistakes on the command line show at once.
     from mesh_transformer.training import local
 
-    try:
-        return local.train(
-            local.Request(**vars(options)),
-            ask=local.ask_on_terminal,
-            command=["device_train.py", *(arguments or sys.argv[1:])],
-        )
-    except NonFiniteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NONFINITE
-    except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
-    except KeyboardInterrupt:
-        print("stopped at once; what was saved before stays", file=sys.stderr)
-        return EXIT_KEYBOARD
+    with log_lines():
+        try:
+            return local.train(local.Request(**vars(options)), command=["device_train.py", *words])
+        except NonFiniteError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_NONFINITE
+        except MeshTransformerError as error:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+            return EXIT_USER
+        except KeyboardInterrupt:
+            print("stopped at once; what was saved before stays", file=sys.stderr)
+            return EXIT_KEYBOARD
 
 
 if __name__ == "__main__":

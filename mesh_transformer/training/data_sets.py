@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -79,7 +80,7 @@ class ValidationSet:
         else:
             self._loader.rewind()
         for _ in range(self._batches):
-            rows = [row for row, _ in zip(self._loader, range(self._rows), strict=False)]
+            rows = list(itertools.islice(self._loader, self._rows))
             if rows:
                 yield self._batch(rows)
             if len(rows) < self._rows:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from mesh_transformer import parameters, storage
-from mesh_transformer.checkpoint import layout
+from mesh_transformer.checkpoint import inventory, layout
 from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.config import Config, check_training, load_config, mesh_notice, resolve_epochs
 from mesh_transformer.data.record_set import RecordSet
@@ -77,7 +77,9 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         with watchdog.phase("looking at the data files"):
             records = data_sets.check_data(config)
         stack.callback(records.close)
-        store = _store(config)
+        store = CheckpointStore(config.run.directory, config.run.keep_n, config.run.keep_every, config.run.keep_best)
+        with watchdog.phase("looking at model_dir and checkpoints"):
+            _check_places(request, config, store)
         config, mesh = _start_devices(request, config, records)
         begin = start.choose(
             store, config, dp=mesh.shape[DP], fingerprint=records.fingerprint, tune_path=request.tune_model_path,
@@ -89,9 +91,6 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
                 begin.config.run.total_steps,
             )  # fmt: skip
             return EXIT_DONE
-        with watchdog.phase("checking that model_dir can be written"):
-            storage.probe_writable(store.model_dir)
-            store.check_space(layout.step_bytes(begin.config.model, begin.config.mesh.cores_per_replica))
         session = _Session(request, begin, store, mesh, stop, watchdog, command)
         if request.dry_run:
             return session.try_out()
@@ -103,9 +102,18 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         return session.run()
 
 
-def _store(config: Config) -> CheckpointStore:
-    run = config.run
-    return CheckpointStore(run.directory, run.keep_n, run.keep_every, run.keep_best)
+def _check_places(request: Request, config: Config, store: CheckpointStore) -> None:
+    """Checks, before devices start, that model_dir can be written and that what fine-tuning starts from fits.
+
+    A run that is finished is not even probed: nothing will be written.
+    """
+    at, total = store.latest(), config.run.total_steps
+    if request.new or at is None or total is None or at < total:
+        storage.probe_writable(store.model_dir)
+        store.check_space(layout.step_bytes(config.model, config.mesh.cores_per_replica))
+    if request.tune_model_path is not None and (at is None or request.new):
+        found = inventory.take(find_step(request.tune_model_path), config.model)
+        inventory.match(found, config.model, config.mesh.cores_per_replica)
 
 
 def _start_devices(request: Request, config: Config, records: RecordSet) -> tuple[Config, jax.sharding.Mesh]:

@@ -12,6 +12,7 @@ from typing import Any, Self, TextIO
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = __name__.partition(".")[0]
 LINE_SECONDS = 10.0
 RECENT = 0.1  # weight of the newest step in the average that the ETA rests on
 
@@ -46,7 +47,8 @@ class Progress:
             from tqdm.contrib.logging import logging_redirect_tqdm
 
             # Log lines go above the bar instead of through it.
-            self._stack.enter_context(logging_redirect_tqdm())
+            loggers = [found for found in (logging.getLogger(), logging.getLogger(_PACKAGE)) if found.handlers]
+            self._stack.enter_context(logging_redirect_tqdm(loggers))
             self._bar = tqdm(
                 total=self._total, initial=self._first, file=self._stream, unit="step", dynamic_ncols=True,
                 bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {postfix}",
