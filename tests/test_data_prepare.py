@@ -329,31 +329,37 @@ def test_locale_and_missing_packages_do_not_matter(tmp_path):
     assert "\r" not in done.stderr and "tokenizing 100%" in done.stderr
 
 
-def memory_run(tmp_path: Path, megabytes: int, limit_kb: int) -> dict:
-    """The script on so much text, its address space limited; fails as the process then would."""
+def memory_run(tmp_path: Path, megabytes: int, limit_kb: int) -> tuple[dict, int]:
+    """The script on so much text, its address space limited: the sidecar, and the most memory it held, in kB."""
     line = prose(12, 5).replace("\n", " ") + "\n"
     with (tmp_path / "big.txt").open("w") as file:
         block = line * (1_000_000 // len(line))
         for number in range(megabytes):
             file.write(f"block {number}{EOT if number % 3 == 0 else ' '}{block}")
-    script, text = ROOT / "create_finetune_tfrecords.py", tmp_path / "big.txt"
-    command = (
-        f"ulimit -v {limit_kb}; exec {sys.executable} {script} {text} set --output-dir {tmp_path / 'out'} "
-        f"--tokenizer {tokenizer_path()} --seq 512 --workers 1"
+    program = (
+        "import resource, sys, create_finetune_tfrecords\n"
+        "status = create_finetune_tfrecords.main(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
     )
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    command = (
+        f"ulimit -v {limit_kb}; exec {sys.executable} -c '{program}' {tmp_path / 'big.txt'} set "
+        f"--output-dir {tmp_path / str(megabytes)} --tokenizer {tokenizer_path()} --seq 512 --workers 1"
+    )
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return outputs(tmp_path / "out", "set")
+    return outputs(tmp_path / str(megabytes), "set"), int(done.stdout.split()[-1])
 
 
-def test_memory_stays_bounded(tmp_path):
-    """20 MB of text in documents of 3 MB; most of what is allowed is what Python and numpy take by themselves."""
-    made = memory_run(tmp_path, 20, 400_000)
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    """Ten more megabytes of text, in documents of 3 MB, take not even three more of memory."""
+    _, little = memory_run(tmp_path, 2, 1_500_000)
+    made, much = memory_run(tmp_path, 12, 1_500_000)
     assert made["tokens"] + made["dropped_tail_tokens"] == made["corpus_tokens"] > 3_000_000
+    assert much - little < 3_000, (little, much)
 
 
 @pytest.mark.long
 def test_memory_stays_bounded_at_full_size(tmp_path):
-    made = memory_run(tmp_path, 200, 1_500_000)
-    assert made["tokens"] + made["dropped_tail_tokens"] == made["corpus_tokens"] > 30_000_000
+    made, _ = memory_run(tmp_path, 200, 1_500_000)
+    assert made["tokens"] + made["dropped_tail_tokens"] == made["corpus_tokens"] > 50_000_000

@@ -15,6 +15,7 @@ from mesh_transformer.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 Batch = dict[str, np.ndarray]
+_AT_ONCE = 1024  # records whose places in the shuffled order are computed together
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ class BatchStream:
         """The rest of an epoch's records, each with the position after it."""
         if self.shuffle_seed is not None:
             order = Permutation(self.records.count, self.shuffle_seed, at.epoch)
-            for number in range(at.epoch_records, order.n):
-                at = at.after_record(None)
-                yield self.records.row(int(order(np.array([number]))[0])), at
+            for first in range(at.epoch_records, order.n, _AT_ONCE):
+                for record in order(np.arange(first, min(first + _AT_ONCE, order.n))).tolist():
+                    at = at.after_record(None)
+                    yield self.records.row(record), at
             return
         while at.file < len(self.records.files):
             for offset, row in self.records.rows_from(at.file, at.offset, at.file_records):
