@@ -82,7 +82,7 @@ def report(config: Config, n_devices: int | None = None) -> str:
         f"  gradients       {size(held.gradients)}",
         f"  optimizer       {size(held.optimizer)}",
         "",
-        *_schedule(config, dp, records),
+        *schedule_lines(config, dp, records),
     ]
     warnings = advice(config, dp)
     if warnings:
@@ -119,7 +119,7 @@ def _batch(config: Config, dp: int) -> str:
     )
 
 
-def _schedule(config: Config, dp: int, records: int | None) -> list[str]:
+def schedule_lines(config: Config, dp: int, records: int | None) -> list[str]:
     """The learning rate at the steps where it turns, in steps and epochs."""
     total = config.run.total_steps
     if total is None:

@@ -1,7 +1,6 @@
 """device_train.py on a real, tiny network split dp 2 x mp 4: exact resume, fine-tuning, refusals, non-finite values."""
 
 import json
-import os
 import shutil
 import signal
 import struct
@@ -435,16 +434,3 @@ def test_training_cross_entropy_is_the_validation_loss_of_the_same_batch():
     assert float(trained["cross_entropy"]) == pytest.approx(validated, rel=1e-5)
     assert float(trained["loss"]) == pytest.approx(float(trained["cross_entropy"]) + float(trained["z_loss"]), rel=1e-6)
     assert float(trained["z_loss"]) > 0
-
-
-def test_help_and_mistakes_show_without_jax():
-    program = (
-        "import sys, device_train\n"
-        "try: device_train.main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('jax' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, env=dict(os.environ)
-    )
-    assert done.returncode == 0 and "--tune-model-path" in done.stdout

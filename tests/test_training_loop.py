@@ -4,7 +4,9 @@ import json
 import logging
 import math
 import signal
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,10 @@ from mesh_transformer.training.signals import StopRequest
 from mesh_transformer.training.trackers import JsonlTracker, keep_lines
 from mesh_transformer.training.validation import Validation
 from mesh_transformer.training.watchdog import Watchdog
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import show_schedule  # noqa: E402
 
 A, B, S = 2, 4, 8
 
@@ -362,6 +368,16 @@ def test_progress_is_plain_lines_elsewhere(caplog):
     shown = [record.getMessage().split()[1] for record in caplog.records]
     assert shown == ["1/6", "2/6", "5/6", "6/6"]
     assert "val/loss_v 3.0000" in caplog.records[1].getMessage()
+
+
+def test_show_schedule_prints_the_rate_at_the_steps_where_it_turns(capsys):
+    assert show_schedule.main([str(ROOT / "configs/example_config.json"), "--devices", "8"]) == 0
+    rows = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    rates = {row[0]: (row[2], row[3]) for row in rows if row[0].isdigit() and len(row) == 4}
+    assert rates["0"] == ("0", "first update") and rates["7"] == ("5e-05", "warm-up ends")
+    assert rates["72"] == ("1e-05", "annealing ends, run ends")
+    assert show_schedule.main(["none.json"]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_durations():
