@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mesh_transformer import fused_attention
+from mesh_transformer.fused_attention import MASKED, causal_block, query_blocks
 from mesh_transformer.parameters import T5_BUCKETS
 
-# Finite, so that a row with nothing to attend to stays finite too; scores are float32, where it does not overflow.
-MASKED = -1e30
-QUERY_BLOCK = 128
 T5_EXACT = 16
 T5_MAX_DISTANCE = 128
 
@@ -89,12 +88,11 @@ def causal_attention(
     The half of the score matrix above the diagonal is not computed, nor is the whole matrix ever in memory.
     `bias(query_start, query_stop, key_start, key_stop)` gives a block's bias; `key_visible_BS` hides keys (bool).
     """
-    S = q_BhSK.shape[2]
-    block = QUERY_BLOCK if S <= 16 * QUERY_BLOCK else S // 16
+    if bias is None and key_visible_BS is None:
+        return fused_attention.causal_attention(q_BhSK, k_BhSK, v_BhSK)
     out = []
-    for start in range(0, S, block):
-        stop = min(start + block, S)
-        visible = jnp.asarray(np.arange(stop)[None, :] <= np.arange(start, stop)[:, None])[None, None]
+    for start, stop in query_blocks(q_BhSK.shape[2]):
+        visible = causal_block(start, stop)[None, None]
         if key_visible_BS is not None:
             visible = visible & key_visible_BS[:, None, None, :stop]
         block_bias = None if bias is None else bias(start, stop, 0, stop)

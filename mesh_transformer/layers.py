@@ -26,7 +26,7 @@ from mesh_transformer.parameters import Kind
 
 NORM_EPSILON = 1e-5
 # What the `dots` rematerialisation keeps of a layer: the matrix products' outputs and the attended values.
-SAVED_NAMES = ("queries", "keys", "values", "hidden", "attended")
+SAVED_NAMES = ("queries", "keys", "values", "hidden", "attended", "log_sums")
 
 LayerParams = Mapping[str, jax.Array]
 
