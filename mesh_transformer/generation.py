@@ -98,7 +98,7 @@ def stream(
     The first piece has one token a row, later ones up to `chunk` (at most CHUNK). Rows do not influence each other.
     `stop_ids` end a row; ids from `n_tokens` on are never drawn. Closing the iterator stops the work.
     """
-    placed, slots = _place(model, mesh, prompts, max_tokens, sampler, stop_ids)
+    placed, slots = place(model, mesh, prompts, max_tokens, sampler, stop_ids)
     known = np.int32(model.n_vocab if n_tokens is None else n_tokens)
     rows, drawn = decoding.prefill_step(model, mesh, slots, with_logits)(params, placed, known)
     piece = _piece(drawn, len(prompts))
@@ -110,7 +110,7 @@ def stream(
         yield piece
 
 
-def _place(
+def place(
     model: ModelConfig,
     mesh: Mesh,
     prompts: Sequence[Sequence[int]],
