@@ -8,6 +8,7 @@ it comes. The exit status is pytest's.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -75,7 +76,8 @@ def write_log(junit: Path, command: str, folder: Path = FOLDER) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    extra = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, extra = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         junit = Path(scratch) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "long", "-v", f"--junitxml={junit}", *extra]
