@@ -1,0 +1,132 @@
+"""device_train.py's checks: what it refuses and when, dry runs, --new, epochs, damaged checkpoints."""
+
+import shutil
+import sys
+
+import pytest
+from training_tools import PER_STEP, Run, make_data, straight_run
+
+from mesh_transformer import CausalTransformer, load_config
+from mesh_transformer.optimizer import schedule
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    return straight_run(tmp_path_factory.mktemp("straight"), data)
+
+
+def test_a_run_made_longer_or_shorter_keeps_a_schedule_that_was_a_default(straight, data, tmp_path, capsys):
+    run = Run(tmp_path / "run", data, val_every=2, ckpt_every=2)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    for key in ("warmup_steps", "anneal_steps"):
+        del run.keys[key]
+    before = run.files()
+    assert run(total_steps=5) == 0
+    assert run.files() == before
+    assert run(total_steps=100, max_skipped=3, warmup_steps=3) == 2
+    assert "warmup_steps was 2 in the run and is 3" in capsys.readouterr().err
+    assert run(total_steps=7) == 0
+    assert "keeps the schedule that it began with: anneal_steps 6" in capsys.readouterr().err.replace(
+        "warmup_steps 2, ", ""
+    )
+    assert run.lines[-1]["train/learning_rate"] == float(schedule(load_config(straight.keys).optim)(6))
+
+
+def test_another_config_is_refused_with_the_keys_that_differ(straight, capsys):
+    before = straight.files()
+    assert straight(total_steps=9, lr=2e-2, seed=7) == 2
+    message = capsys.readouterr().err
+    assert "lr was 0.01" in message and "seed was 42" in message and "d_model" not in message
+    assert straight.files() == before
+
+
+def test_other_data_are_refused_unless_reset(straight, data, tmp_path, capsys):
+    run = Run(tmp_path / "run", data)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    (data / "other.index").write_text("b.tfrecords\n")
+    assert run(total_steps=7, train_set="other.index") == 2
+    assert "--reset-data" in capsys.readouterr().err
+    assert run("--reset-data", total_steps=7, train_set="other.index") == 0
+    assert run.store.aux(7)["train_loader"]["records"] == PER_STEP
+    assert run.lines[-1]["sequences_processed"] == 7 * PER_STEP
+    # From then on those are the run's data.
+    assert run(total_steps=8, train_set="other.index") == 0
+
+
+def test_new_asks_and_needs_yes_without_a_terminal(straight, data, tmp_path, monkeypatch, capsys):
+    run = Run(tmp_path / "run", data, total_steps=1)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    (run.model_dir / "notes.txt").write_text("mine")
+    (run.model_dir / "step_2" / "notes.txt").write_text("mine too")
+    before = run.files()
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run("--new") == 2
+    assert "pass --yes" in capsys.readouterr().err
+    assert run.files() == before
+    assert run("--new", "--yes") == 0
+    assert [line["step"] for line in run.lines] == [1] and run.store.steps() == [1]
+    assert (run.model_dir / "notes.txt").exists() and (run.model_dir / "step_2" / "notes.txt").exists()
+    assert not (run.model_dir / "step_4").exists()
+
+
+def test_a_dry_run_leaves_nothing_behind(straight, data, tmp_path, capsys):
+    run = Run(tmp_path / "run", data, val_every=2, trackers=["tensorboard", "wandb"])
+    assert run("--dry-run") == 0
+    shown = capsys.readouterr().err
+    assert "one step: loss" in shown and "validation on v: loss" in shown and "nothing was written" in shown
+    assert not run.model_dir.exists()
+    before = straight.files()
+    assert straight("--dry-run", total_steps=7) == 0
+    assert straight.files() == before
+
+
+def test_what_cannot_work_is_said_before_weights_are_drawn(data, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise AssertionError("weights were drawn")
+
+    monkeypatch.setattr(CausalTransformer, "state", property(refuse))
+    run = Run(tmp_path / "run", data)
+    (tmp_path / "file").write_text("")
+    for more, keys, expected in (
+        (["--platform", "tpu"], {}, "platform 'tpu' was asked for, but JAX found 'cpu'"),
+        ([], {"train_set": "none.index"}, "none.index"),
+        ([], {"val_set": {"v": "none.index"}}, "none.index"),
+        ([], {"n_vocab": 32}, "n_vocab"),
+        ([], {"seq": 8}, "seq"),
+        ([], {"model_dir": str(tmp_path / "file" / "model")}, "Not a directory"),
+        (["--devices", "6"], {}, "6 devices cannot be split into replicas of cores_per_replica (4)"),
+        ([], {"val_every": -1}, "val_every"),
+        (["--version", "2"], {}, "version 2"),
+        (["--tune-model-path", str(tmp_path / "none")], {}, str(tmp_path / "none")),
+    ):
+        assert run(*more, **keys) == 2, expected
+        assert expected in capsys.readouterr().err
+        assert not run.model_dir.exists()
+
+
+def test_epochs_are_resolved_from_the_records(data, tmp_path, capsys):
+    run = Run(tmp_path, data, epochs=1, total_steps=None)
+    assert run() == 0
+    assert "1 epochs of 32 sequences: total_steps 8" in capsys.readouterr().err
+    assert [line["step"] for line in run.lines] == list(range(1, 9))
+    assert run() == 0
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(straight, data, tmp_path, capsys):
+    run = Run(tmp_path / "run", data, val_every=2, ckpt_every=2)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    path = run.model_dir / "step_6" / "shard_1" / "3.npz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert run("--strict", total_steps=7) == 2
+    assert "shard_1/3.npz" in capsys.readouterr().err
+    assert run(total_steps=7) == 0
+    assert "step 4 is used instead" in capsys.readouterr().err
+    assert [line["step"] for line in run.lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert run.trace[4]["train/loss"] == straight.trace[4]["train/loss"]
