@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {"steps", "transformer_shard"},
     {"sampling", "decoding", "checkpoint", "data"},
     {"generation"},
+    {"completion", "inference", "prompt_files"},
     {"config_records", "config_report", "training"},
 ]
 # Imports upwards that are meant, each inside a function.
