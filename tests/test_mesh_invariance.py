@@ -1,0 +1,99 @@
+"""The model does not depend on the mesh: parameters, loss, gradients and updates agree on any (dp, mp) and any A."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from conftest import batch_of, network_of
+
+SEQUENCES = 16
+# (dp, mp, A): every mesh, every A at least twice; the first is what the others are compared with.
+CASES = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (2, 2, 4), (2, 4, 2), (1, 8, 1), (8, 1, 2), (1, 1, 4), (2, 4, 1)]
+ADAM_B1 = 0.9
+
+
+def network(dp: int, mp: int, microbatches: int, **changes: Any) -> Any:
+    sizes = {
+        "gradient_accumulation_steps": microbatches,
+        "per_replica_batch": SEQUENCES // microbatches // dp,
+        "max_grad_norm": 1e9,  # unclipped, so that the first moment shows the gradient itself
+        "remat": "dots",
+    }
+    return network_of(dp, mp, **sizes | changes)
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@functools.lru_cache(maxsize=None)
+def trained(dp: int, mp: int, microbatches: int, changes: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
+    net = network(dp, mp, microbatches, **dict(changes))
+    out: dict[str, Any] = {"initial": leaves(net.state.params), "metrics": []}
+    for step in range(3):
+        rows = batch_of(SEQUENCES, net.model.seq, seed=step)
+        shaped = {k: v.reshape(microbatches, -1, net.model.seq) for k, v in rows.items()}
+        out["metrics"].append({k: float(v) for k, v in net.train(shaped).items()})
+        if step == 0:
+            out["gradient"] = {k: v / (1 - ADAM_B1) for k, v in leaves(net.state.opt_state.mu).items()}
+    out["final"] = leaves(net.state.params)
+    return out
+
+
+def compare(case: dict[str, Any], reference: dict[str, Any]) -> None:
+    for key, value in case["initial"].items():
+        np.testing.assert_array_equal(value, reference["initial"][key], err_msg=key)
+    for got, expected in zip(case["metrics"], reference["metrics"], strict=True):
+        for key in ("loss", "last_loss", "cross_entropy"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-5)
+    for key, expected in reference["gradient"].items():
+        largest = np.abs(expected).max()
+        assert np.abs(case["gradient"][key] - expected).max() <= 1e-5 * largest, key
+    for key, expected in reference["final"].items():
+        movement = np.abs(expected - reference["initial"][key]).max()
+        assert movement > 1e-3, f"{key} did not move"
+        assert np.abs(case["final"][key] - expected).max() <= 1e-4 * movement, key
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_same_seed_same_losses_gradients_and_updates(case: tuple[int, int, int]) -> None:
+    compare(trained(*case), trained(*CASES[0]))
+
+
+@pytest.mark.parametrize("settings", [{"pe": "t5"}, {"pe": "fixed"}, {"norm": "rmsnorm-bias"}, {"norm": "scalenorm"}], ids=str)
+def test_other_positions_and_norms(settings: dict[str, str]) -> None:
+    # With Adam's usual eps of 1e-8 the update of an entry whose gradient is about 1e-7 is the sign of rounding noise.
+    changes = (*settings.items(), ("eps", 1e-4))
+    compare(trained(2, 4, 1, changes), trained(1, 1, 1, changes))
+
+
+def test_another_seed_gives_other_parameters() -> None:
+    key = next(k for k in trained(*CASES[0])["initial"] if "'q'" in k)
+    other = leaves(network(1, 1, 1, seed=2).state.params)[key]
+    assert np.abs(trained(*CASES[0])["initial"][key] - other).max() > 0.1
+
+
+def test_clipping_uses_the_norm_of_the_whole_gradient() -> None:
+    results = {}
+    for dp, mp in ((1, 1), (1, 4), (2, 4)):
+        net = network(dp, mp, 1, max_grad_norm=0.05)
+        rows = batch_of(1, SEQUENCES, net.model.seq)
+        norm = float(net.train(rows)["grad_norm"])
+        assert norm > 0.5, "well above the limit, or nothing is clipped"
+        clipped = leaves(net.state.opt_state.mu)
+        whole = np.sqrt(sum(np.square(x / (1 - ADAM_B1)).sum() for x in clipped.values()))
+        assert whole == pytest.approx(0.05, rel=1e-4)
+        results[dp, mp] = clipped
+    for other in ((1, 4), (2, 4)):
+        for key, value in results[1, 1].items():
+            np.testing.assert_allclose(results[other][key], value, atol=1e-5 * np.abs(value).max(), err_msg=key)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_rematerialisation_changes_nothing(remat: str) -> None:
+    case = trained(2, 4, 1, (("remat", remat),))
+    compare(case, trained(2, 4, 1))
