@@ -349,3 +349,14 @@ def test_fast_enough_by_a_wide_margin(tmp_path):
         start = time.process_time()
         tokens = sum(batch["obs"].size for batch in loader)
         assert tokens / (time.process_time() - start) > 100_000
+
+
+def test_many_files_read_at_random_are_not_all_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("mesh_transformer.data.record_set._OPEN_FILES", 3)
+    index = number_files(tmp_path, [2] * 10)
+    with open_loader(index, (1,), shuffle=True, epochs=2, prefetch=1) as loader:
+        numbers = []
+        for batch in loader:
+            numbers.append(int(batch["obs"][0, 0]))
+            assert sum(file._file is not None for file in loader.records.files) <= 4  # one is being opened, perhaps
+    assert sorted(numbers) == sorted(2 * list(range(20)))

@@ -62,6 +62,24 @@ def errors(path: str, codec: str) -> Iterator[None]:
         raise DataError(f"{path}: broken {codec} data ({error}); fetch or make the file again") from error
 
 
+class Rejoined:
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, head: bytes, rest: Any) -> None:
+        self._head = head
+        self._rest = rest
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, as a file gives them."""
+        if not self._head:
+            block: bytes = self._rest.read(size)
+            return block
+        if size < 0:
+            size = len(self._head) + (1 << 62)
+        taken, self._head = self._head[:size], self._head[size:]
+        return taken + (self._rest.read(size - len(taken)) if size > len(taken) else b"")
+
+
 class _FrameReader(io.RawIOBase):
     """zlib or zstandard data, of one frame or several in a row. An end inside a frame is an EOFError."""
 

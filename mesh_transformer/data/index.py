@@ -47,11 +47,6 @@ def read_index(path: str) -> list[str]:
     return [storage.join(folder, entry) for entry in entries]
 
 
-def missing_files(paths: list[str]) -> list[str]:
-    """Those of the paths that do not exist."""
-    return [path for path in dict.fromkeys(paths) if not storage.exists(path)]
-
-
 def write_index(path: str, entries: list[str], comment: str) -> None:
     """Write an index file of entries as given."""
     lines = [f"# {comment}", *entries]

@@ -55,6 +55,7 @@ def to_json(position: Position, records: RecordSet, shuffle_seed: int | None, ba
         "offset": position.offset,
         "shuffle_seed": shuffle_seed,
         "fingerprint": records.fingerprint,
+        "tokenizer_hash": records.tokenizer_hash,
         # The 2021 library: finished files, and the index of the last batch read of the current one.
         "used": [file.path for file in records.files[: position.file]],
         "file_idx": max(consumed // batch - 1, 0),

@@ -148,6 +148,12 @@ def _fill(
             document += 1
     for spool in spools.values():
         spool.finish()
+    if VALIDATION in spools and not spools[VALIDATION].documents:
+        raise DataError(
+            f"--val-fraction {options.val_fraction}: none of the {spools[TRAIN].documents} documents fell to "
+            f"validation; give a larger fraction, or more documents: files, JSON lines, or text between "
+            f"{tokenizer.eot_token}"
+        )
 
 
 def _packing(options: Options, split: str) -> PackingOptions:

@@ -51,7 +51,7 @@ class Reader:
         promised = COMPRESSIONS.get(_suffix(name), "gzip" if _suffix(name) == ".tgz" else None)
         found = compression.detect(head)
         found = None if found in ("zlib", "bzip2") and found != promised else found  # both may be plain text
-        stream: Any = _Rejoined(head, stored)
+        stream: Any = compression.Rejoined(head, stored)
         if promised is not None and head and found != promised:
             raise DataError(f"{where}: its name says {promised}, but it is {found or 'not compressed'}; rename it")
         if found is None:
@@ -64,7 +64,7 @@ class Reader:
         if kind is Kind.UNKNOWN:
             head = stream.read(_TAR_MAGIC_AT + len(_TAR_MAGIC))
             kind = Kind.TAR if head[_TAR_MAGIC_AT:] == _TAR_MAGIC else Kind.TEXT
-            stream = _Rejoined(head, stream)
+            stream = compression.Rejoined(head, stream)
         if kind is Kind.TAR:
             yield from self._members(stream, where)
         elif kind is Kind.JSON_LINES:
@@ -180,23 +180,6 @@ class _Counted:
         block = self._file.read(size)
         self._count(len(block))
         return block
-
-
-class _Rejoined:
-    """A stream whose first bytes were read already."""
-
-    def __init__(self, head: bytes, rest: Any) -> None:
-        self._head = head
-        self._rest = rest
-
-    def read(self, size: int = -1) -> bytes:
-        if not self._head:
-            block: bytes = self._rest.read(size)
-            return block
-        if size < 0:
-            size = len(self._head) + (1 << 62)
-        taken, self._head = self._head[:size], self._head[size:]
-        return taken + (self._rest.read(size - len(taken)) if size > len(taken) else b"")
 
 
 def _suffix(name: str) -> str:

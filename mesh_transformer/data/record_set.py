@@ -15,12 +15,13 @@ import numpy as np
 
 from mesh_transformer import storage
 from mesh_transformer.data import sidecar
-from mesh_transformer.data.index import missing_files, read_index
+from mesh_transformer.data.index import read_index
 from mesh_transformer.data.records import RecordFile
 from mesh_transformer.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 _CHECKERS = 16  # threads; what they wait for is the network
+_OPEN_FILES = 256  # at once, when read at random; well below what a process may have
 TOKENS, MASK = "text", "mask"
 
 
@@ -54,13 +55,19 @@ class RecordSet:
         self.seq = seq
         self.n_vocab = n_vocab
         self.files = [RecordFile(path) for path in read_index(index_path)]
-        missing = missing_files([file.path for file in self.files])
-        if missing:
-            raise DataError(f"{index_path}: lists {len(missing)} files that do not exist: {_some(missing)}")
         with ThreadPoolExecutor(_CHECKERS) as pool:
+            paths = list(dict.fromkeys(file.path for file in self.files))
+            missing = [path for path, there in zip(paths, pool.map(storage.exists, paths), strict=True) if not there]
+            if missing:
+                raise DataError(f"{index_path}: lists {len(missing)} files that do not exist: {_some(missing)}")
             self._facts = list(pool.map(self._first_look, self.files))
         if all(facts.first_crc is None for facts in self._facts):
             raise DataError(f"{index_path}: none of its {len(self.files)} files has a record")
+        if len({facts.description.get("tokenizer_hash") for facts in self._facts if facts.description}) > 1:
+            _LOG.warning(
+                "%s: its files were made with different tokenizers, by the descriptions beside them", index_path
+            )
+        self._open: dict[RecordFile, None] = {}  # read at random; the one used longest ago comes first
         self.has_mask = any(facts.has_mask for facts in self._facts)
 
     @functools.cached_property
@@ -95,10 +102,10 @@ class RecordSet:
         return sum(file.records_read for file in self.files)
 
     @property
-    def tokenizer_hashes(self) -> set[str]:
-        """The tokenizers that the files say they were made with."""
-        hashes = [facts.description.get("tokenizer_hash") for facts in self._facts if facts.description]
-        return {value for value in hashes if isinstance(value, str)}
+    def tokenizer_hash(self) -> str | None:
+        """The tokenizer that the files say they were made with; None where they do not say, or differ."""
+        hashes = {facts.description.get("tokenizer_hash") for facts in self._facts if facts.description}
+        return str(hashes.pop()) if len(hashes) == 1 and None not in hashes else None
 
     def rows_from(self, file_number: int, offset: int, number: int) -> Iterator[tuple[int, Row]]:
         """(offset after it, row) for each record of one file, from a byte offset on; `number` is the first's."""
@@ -113,9 +120,20 @@ class RecordSet:
         """One record by its number in the whole set."""
         file_number = int(np.searchsorted(self.starts, record, side="right")) - 1
         file = self.files[file_number]
+        self._make_room(file)
         number = record - int(self.starts[file_number])
         has_mask = self._facts[file_number].has_mask
         return self._row(file, number, int(file.offsets[number]), file.record(number), has_mask)
+
+    def _make_room(self, file: RecordFile) -> None:
+        """Note that a file is about to be read at random, and close another if many are open; copies stay."""
+        self._open.pop(file, None)
+        self._open[file] = None
+        while len(self._open) > _OPEN_FILES:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            if not oldest.costly:
+                oldest.close()
 
     def close(self) -> None:
         """Close all files."""
@@ -133,7 +151,6 @@ class RecordSet:
             return _Facts(size, None, False, description)
         content, features = first
         self._row(file, 0, 0, features, MASK in features)
-        file.close()
         return _Facts(size, google_crc32c.value(content), MASK in features, description)
 
     def _check_description(self, file: RecordFile, description: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import google_crc32c
 import numpy as np
@@ -88,7 +88,10 @@ class RecordFile:
         if self._offsets is None:
             self._offsets = self._cached_offsets()
         if self._offsets is None:
+            was_open = self._file is not None
             self._offsets = np.fromiter(self._scan(), dtype=np.uint64)
+            if not was_open and not self._is_copy:
+                self.close()  # a set may have more files than a process may hold open
         return self._offsets
 
     @property
@@ -121,10 +124,11 @@ class RecordFile:
         return self._decode(content, offset, number)
 
     def first(self) -> tuple[bytes, dict[str, np.ndarray]] | None:
-        """Content and features of the first record; None when the file is empty."""
-        file = self._open()
-        file.seek(0)
-        content = self._read(file, 0, 0)
+        """Content and features of the first record; None when the file is empty. Leaves nothing open or unpacked."""
+        with _buffered(storage.open_file(self.path, "rb")) as file:
+            stream, codec = self._plain_stream(file)
+            with compression.errors(self.path, codec or "plain"):
+                content = self._read(stream, 0, 0)
         return None if content is None else (content, self._decode(content, 0, 0))
 
     def close(self) -> None:
@@ -139,35 +143,49 @@ class RecordFile:
         at = int(self.offsets[number]) if offset is None else offset
         return f"{self.path}: record {number} at byte offset {at}"
 
+    @property
+    def costly(self) -> bool:
+        """Whether opening it again would copy or unpack it again."""
+        return self._is_copy
+
     def _open(self) -> IO[bytes]:
         if self._file is None:
-            self._file = self._plain(_buffered(storage.open_file(self.path, "rb")))
+            file = _buffered(storage.open_file(self.path, "rb"))
+            try:
+                stream, codec = self._plain_stream(file)
+                if codec is None:
+                    self._file = file
+                    return file
+                with compression.errors(self.path, codec):
+                    self._file = _temporary_copy(stream)
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+            self._is_copy = True
         return self._file
 
-    def _plain(self, file: IO[bytes]) -> IO[bytes]:
-        """The records themselves: the file, or a temporary copy of what it decompresses to."""
+    def _plain_stream(self, file: IO[bytes]) -> tuple[Any, str | None]:
+        """The file itself, or a forward-only stream of what it decompresses to, and the codec."""
         head = file.read(HEADER_BYTES)
         file.seek(0)
         if not head or _is_frame(head):
-            return file
+            return file, None
         codec = compression.detect(head)
         if codec is None:
-            file.close()
             raise DataError(
                 f"{self.path}: starts with {head.hex(' ')}, which is not a length and its checksum, nor gzip, zlib or "
                 f"zstandard; expected a whole record file; {_AGAIN}"
             )
-        with file, compression.errors(self.path, codec):
-            plain = _temporary_copy(compression.open_stream(file, codec))
-        head = plain.read(HEADER_BYTES)
+        stream = compression.open_stream(file, codec)
+        with compression.errors(self.path, codec):
+            head = stream.read(HEADER_BYTES)
         if head and not _is_frame(head):
-            plain.close()
             raise DataError(
                 f"{self.path}: is {codec}, but what it decompresses to starts with {head.hex(' ')}, which is not a "
                 f"length and its checksum; expected a record file; {_AGAIN}"
             )
-        self._is_copy = True
-        return plain
+        return compression.Rejoined(head, stream), codec
 
     def _use_local_copy(self) -> None:
         """Random reads from an object store would fetch a large block each: copy such a file once."""
@@ -178,7 +196,7 @@ class RecordFile:
                 self._file = _temporary_copy(file)
             self._is_copy = True
 
-    def _read(self, file: IO[bytes], offset: int, number: int) -> bytes | None:
+    def _read(self, file: Any, offset: int, number: int) -> bytes | None:
         """The content of the record that starts here; None at the end of the file."""
         header = file.read(HEADER_BYTES)
         if not header:
@@ -224,6 +242,7 @@ class RecordFile:
         return offsets if fits else None
 
     def _scan(self) -> Iterator[int]:
+        self._use_local_copy()  # there, a request for every frame would cost more than the whole file
         file = self._open()
         end = file.seek(0, os.SEEK_END)
         offset, number = 0, 0
@@ -253,7 +272,7 @@ def _buffered(file: IO[bytes]) -> IO[bytes]:
     return file
 
 
-def _temporary_copy(file: IO[bytes]) -> IO[bytes]:
+def _temporary_copy(file: Any) -> IO[bytes]:
     """An unnamed file on disk with the rest of a stream; it vanishes when closed."""
     copy = cast(IO[bytes], tempfile.TemporaryFile(prefix="records-"))
     try:

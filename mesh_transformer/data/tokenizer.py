@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from mesh_transformer.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
+_LOG = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 # Names of the two halves of a byte-level BPE: Hugging Face's, and those of GPT-2's first release.
@@ -111,6 +113,18 @@ def check_vocabulary(tokenizer: Tokenizer, n_vocab: int) -> None:
             f"tokenizer {tokenizer.source}: has {tokenizer.vocab_size} tokens, but the model's n_vocab is {n_vocab}; "
             f"raise n_vocab to at least {tokenizer.vocab_size}, or use the tokenizer that the model was made for"
         )
+
+
+def is_other(tokenizer: Tokenizer, position: Mapping[str, Any]) -> bool:
+    """Whether a model was trained with another tokenizer, by the data position in its checkpoint; logs a warning."""
+    trained_with = position.get("tokenizer_hash")
+    other = isinstance(trained_with, str) and trained_with != tokenizer.hash
+    if other:
+        _LOG.warning(
+            "tokenizer %s (%s) is not the one that the model was trained with (%s): its text will make no sense to it; "
+            "name that one in the config's `tokenizer`", tokenizer.source, tokenizer.hash, trained_with,
+        )  # fmt: skip
+    return other
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
