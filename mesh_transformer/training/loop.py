@@ -252,9 +252,7 @@ class TrainingLoop:
         return metrics
 
     def _save(self, val_loss: Mapping[str, float]) -> None:
-        """Saves the state as it stands, once per step; nothing is in flight."""
-        if self._run.step == self._saved_step:
-            return
+        """Saves the state as it stands; nothing is in flight."""
         with self._watchdog.phase(f"saving step {self._run.step}"):
             self._executor.save(self._run, self._data.position, val_loss)
         self._saved_step = self._run.step
