@@ -86,7 +86,7 @@ def load_network(config: Config, mesh: jax.sharding.Mesh, step_dir: str | None) 
     if step_dir is not None:
         dtype = jnp.dtype(network.model.compute_dtype)
         network.state = shards.read_step(step_dir, network.model, mesh, optimizer=False, dtype=dtype)
-        logger.info("weights of step %d from %s", int(network.state.step), step_dir)
+        logger.info("weights from %s", step_dir)
     else:
         zero = steps.place(mesh, jax.sharding.PartitionSpec(), jnp.zeros([], jnp.int32))
         network.state = TrainState(init_params(network.model, mesh, config.run.seed), None, zero)
