@@ -8,6 +8,8 @@ import plain_model
 import pytest
 from conftest import network_of, tokens_of
 from decoding_tools import GREEDY, SEQ, compilations, generate, network
+from test_golden import GOLDEN
+from test_golden import network as golden_network
 
 from mesh_transformer import decoding, generation
 from mesh_transformer.parameters import NORMS, POSITIONS
@@ -106,3 +108,34 @@ def test_buckets():
     assert [decoding.bucket(n, 2048) for n in (1, 16, 17, 33, 2048, 9999)] == [16, 16, 32, 64, 2048, 2048]
     assert [decoding.bucket(n, 100) for n in (64, 65, 100)] == [64, 100, 100]
     assert [decoding.bucket(n, 8, 1) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+
+
+# By the mesh that the checkpoint was trained on, and others.
+GOLDEN_CASES = [
+    ("v1_rotary_mp4_f32", 2, 4),
+    ("v1_t5_mp2_f32", 1, 2),
+    *(
+        pytest.param(case, dp, mp, marks=pytest.mark.long)
+        for case in (
+            "v1_rotary_mp1_f32",
+            "v1_rotary_mp4_f32",
+            "v1_rotary_mp4_bf16",
+            "v1_rotary_mp8_f32",
+            "v1_t5_mp2_f32",
+        )
+        for dp, mp in ((1, 1), (4, 2), (1, 8))
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "dp", "mp"), GOLDEN_CASES)
+def test_the_2021_library_generates_the_same(case, dp, mp):
+    """Its greedy tokens, from its checkpoint and its right-aligned contexts, and the logits they come from."""
+    golden = np.load(GOLDEN / case / "generate.npz")
+    net = golden_network(case, dp, mp)
+    net.load_ckpt(next((GOLDEN / case).glob("slim_step_[1-9]*")), optimizer=False)
+    out = net.generate(
+        golden["context"], golden["ctx_length"], golden["tokens"].shape[1], GREEDY, return_logits=True
+    )  # fmt: skip
+    assert (out["tokens"] == golden["tokens"]).all()
+    np.testing.assert_allclose(out["logits"], golden["logits"], atol=1e-3, rtol=0)
