@@ -8,7 +8,7 @@ taken while its logits exist, in the forward pass, so that the output matrix pro
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,10 +87,10 @@ def weighted_loss(
 
 def _weighted_loss_forward(
     h_ND: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_N: jax.Array, weight_N: jax.Array, chunk: int, z_loss: str
-):  # type: ignore[no-untyped-def]  # noqa: ANN202
+) -> tuple[tuple[jax.Array, PositionLosses], tuple[jax.Array, ...]]:
     size = min(chunk, h_ND.shape[0])
 
-    def step(carry, inputs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def step(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
         grad_w, grad_b = carry
         h_CD, target_C, weight_C = inputs
         c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss)
@@ -113,7 +113,7 @@ def _weighted_loss_forward(
     return (total, losses), (grad_h, grad_w.astype(w_Dv.dtype), grad_b.astype(b_v.dtype))
 
 
-def _weighted_loss_backward(chunk, z_loss, residuals, cotangents):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _weighted_loss_backward(chunk: int, z_loss: str, residuals: tuple[jax.Array, ...], cotangents: Any) -> Any:
     del chunk, z_loss
     scale = cotangents[0]
     return tuple((g * scale).astype(g.dtype) for g in residuals) + (None, None)

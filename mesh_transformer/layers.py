@@ -29,6 +29,7 @@ NORM_EPSILON = 1e-5
 SAVED_NAMES = ("queries", "keys", "values", "hidden", "attended", "log_sums")
 
 LayerParams = Mapping[str, jax.Array]
+RotaryTables = tuple[jax.Array, jax.Array]  # sin and cos, see attention.rotary_table
 
 
 def normalise(x: jax.Array, params: LayerParams, norm: str) -> jax.Array:
@@ -71,7 +72,9 @@ def heads_of(x_Thk: jax.Array, batch: int, d_head: int) -> jax.Array:
     return x_Thk.reshape(batch, x_Thk.shape[0] // batch, -1, d_head).transpose(0, 2, 1, 3)
 
 
-def qkv(h_TD: jax.Array, params: LayerParams, model: ModelConfig, batch: int, tables: tuple | None):  # noqa: ANN201
+def qkv(
+    h_TD: jax.Array, params: LayerParams, model: ModelConfig, batch: int, tables: RotaryTables | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys (rotated where the model is rotary) and values, each [B, h, S, K]."""
     q, k, v = (heads_of(project(h_TD, params[name]), batch, model.d_head) for name in ("q", "k", "v"))
     if tables is not None:
@@ -100,7 +103,7 @@ def layer(
     params: LayerParams,
     model: ModelConfig,
     batch: int,
-    tables: tuple[jax.Array, jax.Array] | None,
+    tables: RotaryTables | None,
     bias: attention.Bias | None,
     key_visible_BS: jax.Array | None,
 ) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ def find_devices(platform: str | None = None, count: int | None = None) -> list[
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        wanted = platform or jax.config.jax_platforms
+        wanted = platform or os.environ.get("JAX_PLATFORMS", "the one found first")
         raise DeviceError(f"platform {wanted!r} was asked for, but JAX cannot start it: {error}") from error
     kind = devices[0].platform
     if platform is not None and kind != platform:
@@ -86,7 +87,9 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 def describe(mesh: Mesh) -> str:
     """One line for people: platform, device kind, count and mesh."""
     device = mesh.devices.flat[0]
-    return f"{mesh.size} {device.platform} devices ({device.device_kind}), mesh dp {mesh.shape[DP]} x mp {mesh.shape[MP]}"
+    return (
+        f"{mesh.size} {device.platform} devices ({device.device_kind}), mesh dp {mesh.shape[DP]} x mp {mesh.shape[MP]}"
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

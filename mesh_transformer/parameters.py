@@ -139,7 +139,7 @@ class Kind:
         Sums are taken in float64 (in float32, M copies of b/M would not add up to b) and returned in float32.
         """
         if self.combine is Combine.CONCAT:
-            return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.split_axis)  # type: ignore[arg-type]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.split_axis)
         if self.combine is Combine.PER_SHARD:
             return np.stack(parts)
         if self.combine is Combine.FIRST or len(parts) == 1 or (self.combine is Combine.SUM and moment):
@@ -187,7 +187,10 @@ def kinds(model: ModelConfig, shards: int) -> tuple[Kind, ...]:
                           published_name, module == LAYERS, hf, transposed, sizes))  # fmt: skip
 
     def add_norm(module: str, published: str, hf: str) -> None:
-        for name, init, hf_name in (("norm_offset", 0.0, hf + ".bias"), ("norm_scale", _scale_init(model), hf + ".weight")):
+        for name, init, hf_name in (
+            ("norm_offset", 0.0, hf + ".bias"),
+            ("norm_scale", _scale_init(model), hf + ".weight"),
+        ):
             if name == "norm_offset" and model.norm in ("rmsnorm", "scalenorm"):
                 continue
             layout = _norm_layout(model.norm)
@@ -195,7 +198,16 @@ def kinds(model: ModelConfig, shards: int) -> tuple[Kind, ...]:
                 hf_name if model.norm == "layernorm" else None, layout.combine)  # fmt: skip
 
     hf = "transformer.h.{i}."
-    add(EMBEDDING, "w", "vocab model", "vocab", 1 / math.sqrt(model.n_vocab), True, "embedding_shard/~/linear/w", "transformer.wte.weight")  # noqa: E501
+    add(
+        EMBEDDING,
+        "w",
+        "vocab model",
+        "vocab",
+        1 / math.sqrt(model.n_vocab),
+        True,
+        "embedding_shard/~/linear/w",
+        "transformer.wte.weight",
+    )  # noqa: E501
     add(EMBEDDING, "b", "model", None, 0, False, "embedding_shard/~/linear/b", combine=Combine.SUM)
     if model.pe == "fixed":
         add(EMBEDDING, "pos_embs", "seq model", "model", 0.02, True, "embedding_shard/pos_embs")

@@ -18,7 +18,7 @@ class OptimizerState(NamedTuple):
     resets while `count` goes on. The training loop's `step` is `schedule_count`.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as optax's own Adam state does
     mu: Params
     nu: Params
     schedule_count: jax.Array

@@ -10,7 +10,7 @@ Letters: A microbatches, B sequences of all replicas, b sequences of this replic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,15 @@ TrainLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array,
 EvalLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], PositionLosses]
 
 
-class Batch(NamedTuple):
-    """Global arrays: `obs` and `target` int32 [A, B, S], `mask` float32 [A, B, S] (1 where the target counts)."""
+T = TypeVar("T")
 
-    obs: jax.Array
-    target: jax.Array
-    mask: jax.Array
+
+class Batch(NamedTuple, Generic[T]):
+    """Of T: `obs` and `target` int32 [A, B, S], `mask` float32 [A, B, S] (1 where the target counts)."""
+
+    obs: T
+    target: T
+    mask: T
 
 
 class _Sums(NamedTuple):
@@ -55,9 +58,10 @@ class _Sums(NamedTuple):
 BATCH_SPEC = Batch(P(None, DP), P(None, DP), P(None, DP))
 
 
-def state_specs(param_specs: Any) -> TrainState:
+def state_specs(param_specs: Any) -> Any:
     """Placement of a training state, moments like their parameters, counts on every device."""
-    return TrainState(param_specs, OptimizerState(P(), param_specs, param_specs, P()), P())
+    count: Any = P()
+    return TrainState(param_specs, OptimizerState(count, param_specs, param_specs, count), count)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
@@ -90,7 +94,7 @@ def _leaves(specs: Any) -> list[P]:
     return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, batch: Batch):  # noqa: ANN202
+def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, batch: Batch[jax.Array]) -> Any:
     """One shard: the gradient summed over microbatches and replicas, and the step's metrics.
 
     Each position's weight is mask * A / (unmasked positions of the whole step), so that the optimizer's division by
@@ -102,7 +106,7 @@ def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, 
     # A step without a single unmasked position has a zero gradient, not 0/0.
     share = microbatches / jnp.maximum(count, 1.0)
 
-    def microbatch(micro: Batch) -> tuple[Params, _Sums]:
+    def microbatch(micro: Batch[jax.Array]) -> tuple[Params, _Sums]:
         objective = lambda p: loss(p, micro.obs, micro.target, micro.mask * share)  # noqa: E731
         (_, losses), gradient = jax.value_and_grad(objective, has_aux=True)(params)
         # One replica's gradient of its own mean loss: its share of the positions is 1/dp of the microbatch.
@@ -141,19 +145,17 @@ def _metrics(sums: _Sums, count: jax.Array, micros: int) -> Metrics:
 
 def compile_train_step(
     loss: TrainLoss, mesh: Mesh, param_specs: Any, optim: OptimConfig, decay: Any
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch[jax.Array]], tuple[TrainState, Metrics]]:
     """The compiled update: (state, batch) -> (state, metrics), all global arrays; the state passed in is donated."""
 
     blocks = live(mesh, param_specs)
 
-    def gradient(params: Params, batch: Batch):  # noqa: ANN202
+    def gradient(params: Params, batch: Batch[jax.Array]) -> Any:
         return _gradient(loss, blocks, mesh.shape[DP], params, batch)
 
-    mapped = jax.shard_map(
-        gradient, mesh=mesh, in_specs=(blocks, live(mesh, BATCH_SPEC)), out_specs=(blocks, P(), P())
-    )
+    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=(blocks, live(mesh, BATCH_SPEC)), out_specs=(blocks, P(), P()))
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch[jax.Array]) -> tuple[TrainState, Metrics]:
         grads, norm, metrics = mapped(state.params, batch)
         update = optimizer.apply(state, grads, norm, batch.obs.shape[0], optim, decay)
         extra = {"grad_norm": norm, "learning_rate": update.learning_rate, "skipped": update.skipped}
@@ -180,12 +182,12 @@ def compile_eval_step(
         return {"loss": ce.mean(-1), "last_loss": ce[:, -1], "all_loss": ce, "correct": losses.correct}
 
     rows = live(mesh, P(DP))
-    mapped = jax.shard_map(
-        evaluate, mesh=mesh, in_specs=(live(mesh, param_specs), rows, rows, rows), out_specs=rows
-    )
+    mapped = jax.shard_map(evaluate, mesh=mesh, in_specs=(live(mesh, param_specs), rows, rows, rows), out_specs=rows)
     placed = NamedSharding(mesh, P(DP))
     return jax.jit(
-        mapped, in_shardings=(shardings(mesh, param_specs), placed, placed, placed), out_shardings=NamedSharding(mesh, P())
+        mapped,
+        in_shardings=(shardings(mesh, param_specs), placed, placed, placed),
+        out_shardings=NamedSharding(mesh, P()),
     )
 
 

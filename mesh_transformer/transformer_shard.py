@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import attention, optimizer, parameters, steps
-from mesh_transformer.collectives import copy_to_shards
 from mesh_transformer.config import Config, ModelConfig, OptimConfig
 from mesh_transformer.cross_entropy import PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
@@ -51,7 +50,8 @@ class CausalTransformerShard(hk.Module):
         x_TD = self.embed(obs_BS.reshape(-1), positions, jnp.dtype(model.compute_dtype))
         tables = None
         if model.pe == "rotary":
-            tables = tuple(jnp.asarray(t) for t in attention.rotary_table(np.arange(S), model.pe_rotary_dims))
+            sin, cos = attention.rotary_table(np.arange(S), model.pe_rotary_dims)
+            tables = jnp.asarray(sin), jnp.asarray(cos)
         bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
 
         def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -100,7 +100,8 @@ def rematerialised(body: Any, remat: str) -> Any:
 
 def shard_function(model: ModelConfig, mp: int, method: str) -> Any:
     """`CausalTransformerShard(...).method(...)` as a pure function of (params, *arguments)."""
-    transformed = hk.without_apply_rng(hk.transform(lambda *args: getattr(CausalTransformerShard(model, mp), method)(*args)))
+    forward = lambda *args: getattr(CausalTransformerShard(model, mp), method)(*args)  # noqa: E731
+    transformed: Any = hk.without_apply_rng(hk.transform(forward))
     return transformed.apply
 
 
@@ -113,7 +114,7 @@ def init_params(model: ModelConfig, mesh: Mesh, seed: int) -> Params:
         values = []
         for i, kind in enumerate(kinds):
             if kind.random:
-                value = kind.init * jax.random.truncated_normal(jax.random.fold_in(key, i), -2, 2, kind.shape, jnp.float32)
+                value = kind.init * jax.random.truncated_normal(jax.random.fold_in(key, i), -2, 2, kind.shape)
             else:
                 value = jnp.full(kind.shape, kind.init, jnp.float32)
             values.append((kind, value))
@@ -275,7 +276,8 @@ def settle(config: Config, mesh: Mesh) -> ModelConfig:
     model = config.model
     if mesh.shape[MP] != config.mesh.cores_per_replica:
         raise ConfigError(
-            f"the mesh has mp {mesh.shape[MP]}, the config cores_per_replica {config.mesh.cores_per_replica}: make them equal"
+            f"the mesh has mp {mesh.shape[MP]}, the config cores_per_replica {config.mesh.cores_per_replica}: "
+            "make the mesh with make_mesh(config)"
         )
     device = mesh.devices.flat[0]
     dtype = model.compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")

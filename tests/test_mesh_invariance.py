@@ -30,7 +30,7 @@ def leaves(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def trained(dp: int, mp: int, microbatches: int, changes: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
     net = network(dp, mp, microbatches, **dict(changes))
     out: dict[str, Any] = {"initial": leaves(net.state.params), "metrics": []}
@@ -64,7 +64,9 @@ def test_same_seed_same_losses_gradients_and_updates(case: tuple[int, int, int])
     compare(trained(*case), trained(*CASES[0]))
 
 
-@pytest.mark.parametrize("settings", [{"pe": "t5"}, {"pe": "fixed"}, {"norm": "rmsnorm-bias"}, {"norm": "scalenorm"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"pe": "t5"}, {"pe": "fixed"}, {"norm": "rmsnorm-bias"}, {"norm": "scalenorm"}], ids=str
+)
 def test_other_positions_and_norms(settings: dict[str, str]) -> None:
     # With Adam's usual eps of 1e-8 the update of an entry whose gradient is about 1e-7 is the sign of rounding noise.
     changes = (*settings.items(), ("eps", 1e-4))
