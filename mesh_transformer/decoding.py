@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import attention, parameters, sampling, steps
 from mesh_transformer.collectives import copy_to_replicas, shard_index, sum_over_replicas, sum_over_shards
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.layers import join, normalise, qkv
+from mesh_transformer.layers import join, normalise, qkv, rotary_tables
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.sampling import Leaf, Sampler
 from mesh_transformer.state import Params
@@ -123,9 +123,7 @@ class DecoderShard(CausalTransformerShard):
         model, (batch, T) = self.model, tokens_bT.shape
         positions = jnp.tile(jnp.arange(T, dtype=jnp.int32), batch)
         x_TD = self.embed(tokens_bT.reshape(-1), positions, jnp.dtype(model.compute_dtype))
-        tables = None
-        if model.pe == "rotary":
-            tables = tuple(jnp.asarray(t) for t in attention.rotary_table(np.arange(T), model.pe_rotary_dims))
+        tables = rotary_tables(model, T)
         bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
 
         def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

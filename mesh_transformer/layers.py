@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -70,6 +71,14 @@ def project(x_TD: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Ar
 def heads_of(x_Thk: jax.Array, batch: int, d_head: int) -> jax.Array:
     """[B*S, h*K] -> [B, h, S, K]."""
     return x_Thk.reshape(batch, x_Thk.shape[0] // batch, -1, d_head).transpose(0, 2, 1, 3)
+
+
+def rotary_tables(model: ModelConfig, positions: int) -> RotaryTables | None:
+    """The tables of positions 0 .. `positions` - 1, each [S, R/2]; None where the model is not rotary."""
+    if model.pe != "rotary":
+        return None
+    sin, cos = attention.rotary_table(np.arange(positions), model.pe_rotary_dims)
+    return jnp.asarray(sin), jnp.asarray(cos)
 
 
 def qkv(

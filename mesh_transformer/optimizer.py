@@ -25,6 +25,7 @@ def schedule(optim: OptimConfig) -> optax.Schedule:
     phases may be empty: the division is by at least one step, and an empty phase is never selected.
     QUIRK first-rate-zero: the first update sees count 0, so with any warm-up its rate is 0, as in 2021.
     """
+
     def rate(count: Any) -> jax.Array:
         count = jnp.asarray(count, jnp.float32)
         warm = optim.lr * count / max(optim.warmup_steps, 1)

@@ -27,6 +27,7 @@ from mesh_transformer.layers import (
     RelativePositionEmbs,
     TransformerLayerShard,
     layer,
+    rotary_tables,
 )
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.state import Params, TrainState
@@ -48,10 +49,7 @@ class CausalTransformerShard(hk.Module):
         model, (batch, S) = self.model, obs_BS.shape
         positions = jnp.tile(jnp.arange(S, dtype=jnp.int32), batch)
         x_TD = self.embed(obs_BS.reshape(-1), positions, jnp.dtype(model.compute_dtype))
-        tables = None
-        if model.pe == "rotary":
-            sin, cos = attention.rotary_table(np.arange(S), model.pe_rotary_dims)
-            tables = jnp.asarray(sin), jnp.asarray(cos)
+        tables = rotary_tables(model, S)
         bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
 
         def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
