@@ -22,7 +22,7 @@ from mesh_transformer import storage
 from mesh_transformer.checkpoint.damage import DamagedError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-CHUNK = 16 << 20  # bytes of an array in flight at a time
+CHUNK = 4 << 20  # bytes of an array in flight at a time
 
 _CORRUPT = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError)
 
