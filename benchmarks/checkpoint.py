@@ -140,9 +140,9 @@ def _load(folder: str, config: Any, mesh: Any, optimizer: bool) -> dict[str, Any
 
 
 def _made_state(config: Any, mesh: Any) -> Any:
-    """Random parameters and moments, made on the devices."""
+    """Random parameters and moments, placed."""
     import jax
-    import jax.numpy as jnp
+    import numpy as np
     from jax.sharding import NamedSharding
 
     from mesh_transformer import parameters
@@ -152,16 +152,15 @@ def _made_state(config: Any, mesh: Any) -> Any:
     kinds = parameters.kinds(config.model, mesh.shape[MP])
 
     def tree(seed: int) -> Any:
-        def one(number: int, kind: Any) -> Any:
-            make = jax.jit(
-                lambda key: jax.random.uniform(key, kind.shape, jnp.float32),
-                out_shardings=NamedSharding(mesh, kind.spec),
-            )
-            return make(jax.random.key(100 * seed + number))
+        random = np.random.default_rng(seed)
 
-        return parameters.tree((kind, one(number, kind)) for number, kind in enumerate(kinds))
+        def one(kind: Any) -> Any:
+            values = random.standard_normal(kind.shape, np.float32)
+            return jax.block_until_ready(jax.device_put(values, NamedSharding(mesh, kind.spec)))
 
-    counter = jax.device_put(jnp.int32(1), replicated(mesh))
+        return parameters.tree((kind, one(kind)) for kind in kinds)
+
+    counter = jax.device_put(np.int32(1), replicated(mesh))
     return TrainState(tree(0), OptimizerState(counter, tree(1), tree(2), counter), counter)
 
 
