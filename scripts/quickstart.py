@@ -27,7 +27,8 @@ SHORT_DIRECTORY = Path("runs/quickstart-short")
 MEGABYTES = 5.0
 SHORT_STEPS, SHORT_MEGABYTES = 20, 0.6
 DEVICES = ("--platform", "cpu", "--devices", "8")
-PROMPTS = ("def __init__(self, ", "import ", '    """Return ')
+# None ends with a space: that belongs to the token that follows.
+PROMPTS = ("def __init__(self", "import", '    """Return the')
 EXIT_USER, EXIT_INTERRUPTED = 2, 75
 
 
@@ -76,7 +77,7 @@ def stages(config: dict[str, Any], path: Path, megabytes: float, prompts: tuple[
     )  # fmt: skip
     train = ("device_train.py", "--config", str(path), *DEVICES)
     plot = ("scripts/plot_loss.py", str(model / "metrics.jsonl"), "--output", str(picture), "--title", config["name"])
-    sample = ("device_sample.py", "--config", str(path), "--max-tokens", "64", *DEVICES)
+    sample = ("device_sample.py", "--config", str(path), "--max-tokens", "64", "--seed", "1", *DEVICES)
     return [
         Stage("text: the sources of Python's own standard library", collect, text),
         Stage(f"a byte-level BPE tokenizer of {config['n_vocab']} tokens", tokenize, Path(tokenizer)),

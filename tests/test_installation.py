@@ -51,7 +51,7 @@ def test_core_alone_trains_and_samples(tmp_path, record_property, interpreter, l
     config = quickstart.with_steps(quickstart.in_directory(config, folder / "quick"), 4)
     path = folder / "quick.json"
     path.write_text(json.dumps(config), encoding="utf-8")
-    for stage in quickstart.stages(config, path, 0.5, prompts=("import ",)):
+    for stage in quickstart.stages(config, path, 0.5, prompts=("import",)):
         if "plot_loss" not in stage.command[0]:  # the picture needs the extra
             said = run([python, *stage.command], folder)
     assert "import" in said
