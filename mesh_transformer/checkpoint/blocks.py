@@ -6,7 +6,7 @@ A region is a box of a tensor: (start, stop) for every axis. Nothing here ever h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -49,6 +49,15 @@ def rows_region(kind: Kind, shard: int, shards: int, start: int, stop: int) -> R
     first = region[axis][0]
     region[axis] = (first + start, first + stop)
     return tuple(region)
+
+
+def merge_copies(kind: Kind, read: Callable[[int], np.ndarray], shards: int, moment: bool) -> np.ndarray:
+    """One layer's whole tensor of a kind whose parts are copies or summands; `read(shard)` gives a part."""
+    first_only = kind.combine is Combine.FIRST or (kind.combine is Combine.SUM and moment)
+    parts = [read(shard) for shard in range(1 if first_only else shards)]
+    # Equal copies are taken as they are: their mean, computed, could differ in the last bit.
+    same = kind.combine is Combine.MEAN and all(np.array_equal(part, parts[0], equal_nan=True) for part in parts)
+    return np.asarray(parts[0] if same else kind.merge_parts(parts, moment))
 
 
 @dataclasses.dataclass

@@ -1,0 +1,238 @@
+"""Weights read and written one whole tensor at a time, so that no conversion needs more memory than its largest tensor.
+
+Every conversion is a composition of the two halves. Re-sharding into one shard, in another float type:
+
+    with open_weights("step_383500_slim", config.model) as weights:
+        tensors = (tensor._replace(dtype=np.dtype(np.float32)) for tensor in weights.tensors())
+        write_weights("out", weights.model, 1, tensors, weights.counters, weights.details)
+
+Nothing here needs JAX, a device, or the memory of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from mesh_transformer import storage
+from mesh_transformer.checkpoint import inventory, layout, meta
+from mesh_transformer.checkpoint.blocks import merge_copies, rows_region
+from mesh_transformer.checkpoint.damage import DamagedError
+from mesh_transformer.checkpoint.inventory import Inventory
+from mesh_transformer.checkpoint.layout import StateLeaf
+from mesh_transformer.checkpoint.npz import NpzReader
+from mesh_transformer.checkpoint.store import find_step
+from mesh_transformer.config_groups import ModelConfig
+from mesh_transformer.errors import CheckpointError
+from mesh_transformer.parameters import Combine
+
+__all__ = ["Tensor", "Weights", "open_weights", "tensor_leaves"]
+
+logger = logging.getLogger(__name__)
+
+_WORKERS = 4
+
+
+class Tensor(NamedTuple):
+    """One leaf of the published layout, merged.
+
+    `leaf`: which (section PARAMS, MU or NU; kind; layer). `value`: the whole tensor of one layer, [*kind.layer_shape];
+    in the type of the files, except that parts that were summed or averaged come in float32. `dtype`: the type that
+    files hold it in: what was read, and what `write_weights` will cast to.
+    """
+
+    leaf: StateLeaf
+    value: np.ndarray
+    dtype: np.dtype
+
+
+def tensor_leaves(model: ModelConfig, shards: int, full: bool = False) -> tuple[StateLeaf, ...]:
+    """The leaves that are tensors, in the published order: what `write_weights` wants, and `Weights.tensors` gives.
+
+    `shards` matters only to norm layernorm-desync. `full`: with Adam's moments, which come before the parameters.
+    """
+    return tuple(leaf for leaf in layout.state_leaves(model, shards, full) if leaf.leaf is not None)
+
+
+@dataclasses.dataclass
+class Weights:
+    """A step's weights on disk or in a bucket; `open_weights` makes it, and it is a context manager.
+
+    `model`: whose they are; `known`: whether a config or a manifest says so (else n_heads, and where shapes do not
+    tell, norm, are the most usual that fit). `counters`: layout.STEP, and where `full` (with the optimizer's state),
+    COUNT and SCHEDULE_COUNT. `details`: what the manifest, or meta.json beside the step, says of it: step, config,
+    agreement, mesh, aux; keys may be missing.
+    """
+
+    found: Inventory
+    model: ModelConfig
+    known: bool
+    counters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        leaves = layout.state_leaves(self.model, self.shards, self.full)
+        self._numbers = {leaf.label: number for number, leaf in enumerate(leaves)}
+        self._places = layout.places(len(leaves))
+        self._pool = ThreadPoolExecutor(_WORKERS)
+        self._readers: list[NpzReader] = []
+        self._file: int | None = None
+
+    @property
+    def path(self) -> str:
+        return self.found.path
+
+    @property
+    def shards(self) -> int:
+        """M of the files."""
+        return self.found.shards
+
+    @property
+    def full(self) -> bool:
+        """Whether the optimizer's state is there."""
+        return self.found.full
+
+    @property
+    def step(self) -> int:
+        return self.counters[layout.STEP]
+
+    def dtype(self, leaf: StateLeaf) -> np.dtype:
+        """The type that the files hold a leaf in."""
+        return self.found.headers[self._numbers[leaf.label]].dtype
+
+    def tensors(self, optimizer: bool = True) -> Iterator[Tensor]:
+        """Every tensor in the published order; without `optimizer`, or where there is none, the parameters alone.
+
+        Hold one at a time: then memory is that of the largest tensor.
+        """
+        for leaf in tensor_leaves(self.model, self.shards, self.full):
+            if optimizer or not leaf.moment:
+                yield self.read(leaf)
+
+    def counter(self, leaf: StateLeaf) -> int:
+        """The value of a counter, from shard 0."""
+        file, member = self._places[self._numbers[leaf.label]]
+        with contextlib.closing(NpzReader(layout.shard_file(self.path, 0, file))) as reader:
+            return int(reader.read(member))
+
+    def read(self, leaf: StateLeaf) -> Tensor:
+        """One tensor, in any order; cheapest in the published one. `leaf` is one of `tensor_leaves`.
+
+        Raises DamagedError naming the file where its arrays are not what they should be.
+        """
+        if leaf.leaf is None:
+            raise ValueError(f"{leaf.label} is a counter; see counters")
+        kind, dtype = leaf.leaf.kind, self.dtype(leaf)
+        file, member = self._places[self._numbers[leaf.label]]
+        readers = self._open(file)
+
+        def checked(shard: int) -> NpzReader:
+            header, expected = readers[shard].header(member), leaf.shard_shape(self.shards)
+            if header.shape != expected or header.dtype != dtype:
+                raise DamagedError(
+                    f"{readers[shard].path}: arr_{member} ({leaf.label}) is {header.dtype}{list(header.shape)}, "
+                    f"expected {dtype}{list(expected)}"
+                )
+            return readers[shard]
+
+        if kind.combine not in (Combine.CONCAT, Combine.PER_SHARD):
+            whole = merge_copies(kind, lambda shard: checked(shard).read(member), self.shards, leaf.moment)
+            return Tensor(leaf, whole, dtype)
+        whole = np.empty(kind.layer_shape, dtype)
+
+        def fill(shard: int) -> None:
+            for start, rows in checked(shard).pieces(member):
+                region = rows_region(kind, shard, self.shards, start, start + len(rows))
+                place = whole[tuple(slice(*ends) for ends in region)]
+                place[...] = rows.reshape(place.shape)
+
+        for _ in self._pool.map(fill, range(self.shards)):
+            pass
+        return Tensor(leaf, whole, dtype)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._close_readers()
+
+    def _open(self, file: int) -> list[NpzReader]:
+        """All shards' file of this number; one number is open at a time, since cloud files hold a buffer each."""
+        if file != self._file:
+            self._close_readers()
+            # Kept as they come: after an error the ones that did open are closed with the rest.
+            for reader in self._pool.map(
+                lambda shard: NpzReader(layout.shard_file(self.path, shard, file)), range(self.shards)
+            ):
+                self._readers.append(reader)
+            self._file = file
+        return self._readers
+
+    def _close_readers(self) -> None:
+        while self._readers:
+            self._readers.pop().close()
+        self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+
+def open_weights(path: storage.PathLike, model: ModelConfig | None = None) -> Weights:
+    """The weights of a step of version 1: any number of shards, full or slim, written here or by the 2021 library.
+
+    `path`: a step_N folder, or a model_dir (its newest step); local or a URL. `model`: whose weights they must be;
+    without it the manifest says, or else the shapes, with a notice of what they leave open.
+    Reads headers and counters only. Raises DamagedError naming every file that is missing, empty or corrupt, and
+    CheckpointError where the weights are of another model.
+    """
+    found = inventory.take(find_step(path), model)
+    known = True
+    if model is None:
+        models = inventory.candidates(found)
+        if not models:
+            raise CheckpointError(
+                f"{found.path}: its {found.leaves} leaves fit no model of version 1 by shape; name its config"
+            )
+        model, known = models[0], found.manifest is not None and found.manifest.details.get("config") is not None
+        if not known:
+            _tell_guess(found.path, models)
+    expected = inventory.match(found, model, found.shards)
+    weights = Weights(found, model, known, details=_details(found))
+    try:
+        weights.counters = {leaf.section: weights.counter(leaf) for leaf in expected if leaf.leaf is None}
+    except BaseException:
+        weights.close()
+        raise
+    return weights
+
+
+def _tell_guess(path: str, models: Sequence[ModelConfig]) -> None:
+    first = models[0]
+    others = sorted({f"norm {other.norm}, pe {other.pe}" for other in models[1:]})
+    more = f" (the shapes would fit {'; '.join(others)} too)" if others else ""
+    logger.warning(
+        "%s has no manifest: by its shapes it is taken as layers %d, d_model %d, n_vocab %d, norm %s, pe %s%s; "
+        "name its config to be sure",
+        path, first.layers, first.d_model, first.n_vocab, first.norm, first.pe, more,
+    )  # fmt: skip
+
+
+def _details(found: Inventory) -> dict[str, Any]:
+    """What is written about a step: in its manifest, or of a step of the 2021 library in meta.json beside it."""
+    if found.manifest is not None:
+        return dict(found.manifest.details)
+    folder = storage.name(found.path)
+    if not folder.removeprefix("step_").isdigit():
+        return {}
+    with contextlib.suppress(DamagedError):
+        aux = meta.load(storage.parent(found.path)).aux.get(int(folder[5:]))
+        return {} if aux is None else {"aux": aux}
+    return {}
