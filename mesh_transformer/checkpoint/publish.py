@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mesh_transformer import storage
+from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint import layout, manifest, meta, retention
 from mesh_transformer.checkpoint.blocks import Blocks, pieces
-from mesh_transformer.checkpoint.layout import FILES, StateLeaf
-from mesh_transformer.checkpoint.npz import BFLOAT16, Header, NpzWriter
+from mesh_transformer.checkpoint.casting import cast
+from mesh_transformer.checkpoint.layout import StateLeaf
+from mesh_transformer.checkpoint.manifest import FileEntry, LeafEntry
+from mesh_transformer.checkpoint.npz import Header, NpzWriter
 from mesh_transformer.checkpoint.streaming import Tensor
 from mesh_transformer.errors import CheckpointError, StorageError
 from mesh_transformer.parameters import Combine
@@ -23,9 +25,8 @@ from mesh_transformer.parameters import Combine
 if TYPE_CHECKING:
     from mesh_transformer.config import ModelConfig
 
-logger = logging.getLogger(__name__)
-
 _WORKERS = 4
+_COUNTER = np.dtype(np.int32)
 
 
 def write_weights(
@@ -50,11 +51,24 @@ def write_weights(
     """
     step = counters[layout.STEP]
     model_dir, step_dir = destination(out, step)
-    full = layout.COUNT in counters
     check_shards(model, shards)
     if storage.listdir(step_dir) and not retention.is_unfinished(step_dir):
         raise CheckpointError(f"{step_dir} is already there; choose another output folder, or move it away")
-    raise NotImplementedError
+    stream = _Stream(layout.state_leaves(model, shards, layout.COUNT in counters), tensors, counters)
+    _check_space(model_dir, layout.step_bytes(model, shards, layout.COUNT in counters, stream.itemsize))
+    details = {**(details or {}), "step": step}
+    retention.mark_unfinished(step_dir)
+    try:
+        entries = _write_files(step_dir, stream, shards)
+        manifest.write(step_dir, manifest.Manifest(shards, stream.described, entries, details))
+        found = meta.load(model_dir).with_step(step, dict(details.get("aux", {})))
+        meta.write(model_dir, meta.Meta(tuple(sorted(found.steps)), found.aux))
+        retention.clear_mark(step_dir)
+    except BaseException:
+        with contextlib.suppress(StorageError):  # the error that brought us here says more
+            retention.delete(step_dir)
+        raise
+    return step_dir
 
 
 def destination(out: storage.PathLike, step: int) -> tuple[str, str]:
@@ -68,4 +82,118 @@ def destination(out: storage.PathLike, step: int) -> tuple[str, str]:
 
 
 def check_shards(model: ModelConfig, shards: int) -> None:
-    """Raises CheckpointError naming every size that cannot be cut into `shards` equal parts."""
+    """Raises CheckpointError naming every size of the model that cannot be cut into `shards` equal parts."""
+    if shards < 1:
+        raise CheckpointError(f"{shards} shards were asked for; expected 1 or more")
+    sizes = {
+        kind.split: kind.layer_shape[kind.split_axis]
+        for kind in parameters.kinds(model, shards)
+        if kind.split_axis is not None
+    }
+    problems = [f"{axis} ({size})" for axis, size in sizes.items() if size % shards]
+    if problems:
+        raise CheckpointError(f"{shards} shards cannot share {', '.join(problems)}; choose a number that divides them")
+
+
+class _Stream:
+    """The leaves of a step in order, each with its value, checked; `described` grows as they pass."""
+
+    def __init__(self, leaves: tuple[StateLeaf, ...], tensors: Iterable[Tensor], counters: Mapping[str, int]) -> None:
+        self.leaves = leaves
+        self.described: list[LeafEntry] = []
+        self._tensors = iter(tensors)
+        self._counters = counters
+        self._first: Tensor | None = next(self._tensors, None)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value, going by the first tensor."""
+        return self._first.dtype.itemsize if self._first else 4
+
+    def next(self, leaf: StateLeaf, shards: int) -> Tensor:
+        """The value of the leaf whose turn it is. Raises CheckpointError if another one comes."""
+        if leaf.leaf is None:
+            tensor = Tensor(leaf, np.array(self._counters[leaf.section], _COUNTER), _COUNTER)
+            whole: tuple[int, ...] = ()
+        else:
+            found = self._first or next(self._tensors, None)
+            self._first = None
+            whole = leaf.leaf.kind.layer_shape
+            if found is None or found.leaf.label != leaf.label or found.value.shape != whole:
+                came = "the end" if found is None else f"{found.leaf.label} {list(found.value.shape)}"
+                raise CheckpointError(f"{leaf.label} {list(whole)} was expected next, and {came} came")
+            tensor = found
+        self.described.append(LeafEntry(leaf.label, whole, leaf.shard_shape(shards), str(tensor.dtype)))
+        return tensor
+
+
+def _write_files(step_dir: str, stream: _Stream, shards: int) -> dict[str, FileEntry]:
+    """Write the 16 files of all shards, one number at a time, and return their entries.
+
+    Closing waits for the disk, so the files of one number are closed while those of the next are written.
+    """
+    for shard in range(shards):
+        storage.makedirs(storage.join(step_dir, f"shard_{shard}"))
+    leaves = iter(stream.leaves)
+    written: dict[str, NpzWriter] = {}
+    with ThreadPoolExecutor(_WORKERS) as pool, ThreadPoolExecutor(_WORKERS) as closers:
+        closing: list[Future[None]] = []
+        for file, run in enumerate(layout.runs(len(stream.leaves))):
+            files = {f"shard_{m}/{file}.npz": NpzWriter(layout.shard_file(step_dir, m, file)) for m in range(shards)}
+            try:
+                for _ in range(run):
+                    _spread(list(files.values()), stream.next(next(leaves), shards), pool)
+            except BaseException as error:
+                for writer in files.values():
+                    writer.__exit__(type(error), error, None)
+                raise
+            _wait(closing)
+            closing = [closers.submit(_close, writer) for writer in files.values()]
+            written |= files
+        _wait(closing)
+    for shard in range(shards):
+        storage.sync_folder(storage.join(step_dir, f"shard_{shard}"))
+    return {name: FileEntry(writer.size, writer.crc32c) for name, writer in written.items()}
+
+
+def _close(writer: NpzWriter) -> None:
+    with storage.errors(writer.path, "write"):
+        writer.__exit__(None, None, None)
+
+
+def _wait(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _spread(files: Sequence[NpzWriter], tensor: Tensor, pool: Executor) -> None:
+    """Append every shard's part of a tensor to its file."""
+    leaf, dtype, shards = tensor.leaf, tensor.dtype, len(files)
+    value = tensor.value
+    if leaf.leaf is not None and leaf.leaf.kind.combine not in (Combine.CONCAT, Combine.PER_SHARD):
+        value = cast(value, dtype, leaf.label)  # before it is split: the parts of a sum must add up to the cast sum
+
+    def parts(shard: int) -> Iterator[np.ndarray]:
+        if leaf.leaf is None:
+            yield value
+            return
+        kind = dataclasses.replace(leaf.leaf.kind, stacked=False)
+        blocks = Blocks(kind, {tuple((0, n) for n in kind.layer_shape): value})
+        for piece in pieces(blocks, None, shard, shards, leaf.moment):
+            yield cast(piece, dtype, leaf.label)
+
+    def add(shard: int) -> None:
+        with storage.errors(files[shard].path, "write"):
+            files[shard].add(Header(leaf.shard_shape(shards), dtype), parts(shard))
+
+    for _ in pool.map(add, range(shards)):
+        pass
+
+
+def _check_space(model_dir: str, needed: int) -> None:
+    free = storage.free_bytes(model_dir)
+    if free is not None and free < needed:
+        raise StorageError(
+            f"{model_dir}: {free / 1e9:.2f} GB free, and the weights take {needed / 1e9:.2f} GB: free some, or choose "
+            "another output folder"
+        )
