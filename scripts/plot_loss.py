@@ -40,7 +40,7 @@ def curves(lines: Sequence[str]) -> dict[str, dict[int, float]]:
     return found
 
 
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Exponential average whose first values are not pulled towards zero."""
     average, result = 0.0, []
     for count, value in enumerate(values, start=1):
@@ -57,12 +57,12 @@ def draw(found: dict[str, dict[int, float]], output: Path, title: str) -> None:
     axes = figure.subplots()
     train = dict(sorted(found.get("train", {}).items()))
     if train:
-        axes.plot(list(train), list(train.values()), color="#9ecae1", linewidth=0.8, label="training, each step")
+        axes.plot(list(train), list(train.values()), color="#9ecae1", linewidth=0.8, label="training, every step")
         axes.plot(list(train), smooth(list(train.values())), color="#2171b5", linewidth=1.8, label="training, smoothed")
-    for name, points in found.items():
-        if name != "train":
-            points = dict(sorted(points.items()))
-            axes.plot(list(points), list(points.values()), marker="o", linewidth=1.8, label=f"validation, {name}")
+    for number, name in enumerate((name for name in found if name != "train"), start=1):
+        points = dict(sorted(found[name].items()))
+        label = f"validation, {name}"
+        axes.plot(list(points), list(points.values()), color=f"C{number}", marker="o", linewidth=1.8, label=label)
     axes.set(xlabel="step", ylabel="cross-entropy, nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"sampling", "decoding", "checkpoint", "data"},
     {"generation"},
     {"completion", "inference", "prompt_files"},
-    {"config_records", "config_report", "training"},
+    {"config_records", "config_report", "training", "inference", "completion", "prompt_files"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {
