@@ -22,6 +22,7 @@ from mesh_transformer.data.readers import ERRORS, describe_left_out
 from mesh_transformer.data.splitting import BY_DOCUMENT, BY_FILE
 from mesh_transformer.errors import EXIT_DONE, EXIT_USER, DataError, MeshTransformerError
 
+EXIT_KILLED = 130  # what shells report for Ctrl-C
 DEFAULT_SEQ, DEFAULT_TOKENIZER = 2048, "gpt2"
 
 
@@ -189,7 +190,7 @@ def _require(holds: bool, message: str) -> None:
         raise DataError(message)
 
 
-def summary(result: Result, options: Options) -> list[str]:
+def summary(result: Result, options: Options, verbose: bool = False) -> list[str]:
     """What was made, what was dropped, and what to do with it, in lines."""
     lines = []
     for split, facts in result.descriptions.items():
@@ -202,7 +203,7 @@ def summary(result: Result, options: Options) -> list[str]:
         ]
     if result.undecodable:
         lines.append(f"{result.undecodable} places were not UTF-8 (--errors {options.errors})")
-    lines += describe_left_out(result.left_out, options.text_suffixes)
+    lines += describe_left_out(result.left_out, options.text_suffixes, len(result.left_out) if verbose else 10)
     return lines + [f"{index}: for train_set or val_set of a config" for index in result.indexes]
 
 
@@ -226,8 +227,11 @@ def main(arguments: list[str] | None = None) -> int:
     except MeshTransformerError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        return EXIT_KILLED
     stages.pop().done()
-    print("\n".join(summary(result, options)))
+    print("\n".join(summary(result, options, parsed.verbose)))
     return EXIT_DONE
 
 

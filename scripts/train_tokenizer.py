@@ -53,7 +53,7 @@ def train(options: argparse.Namespace) -> tuple[Tokenizer, list[str]]:
         stage.done()
 
     tokenizer = train_tokenizer(texts(), options.vocab_size, options.output)
-    return tokenizer, describe_left_out(left_out + reader.left_out, options.text_suffix)
+    return tokenizer, describe_left_out(left_out + reader.left_out, options.text_suffix, 10)
 
 
 def main(arguments: list[str] | None = None) -> int:

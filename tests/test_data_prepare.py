@@ -89,7 +89,7 @@ def test_bytes_do_not_depend_on_directory_order_or_workers(tmp_path, monkeypatch
     monkeypatch.setattr("mesh_transformer.data.prepare._WORTH_WORKERS", 0)
     monkeypatch.setattr("mesh_transformer.data.encoding._JOB_CHARS", 200)
     real = os.walk
-    monkeypatch.setattr(os, "walk", lambda top: ((a, b, c[::-1]) for a, b, c in real(top)))
+    monkeypatch.setattr(os, "walk", lambda top, **options: ((a, b, c[::-1]) for a, b, c in real(top, **options)))
     make(again, tmp_path / "b", "--workers", 3, "--val-fraction", 0.25)
     first, second = ({path.name: path.read_bytes() for path in (tmp_path / out).iterdir()} for out in "ab")
     assert first == second and len(first) == 6
@@ -247,6 +247,12 @@ def test_folder_of_code_and_what_is_left_out_is_listed(tmp_path, capsys):
     assert made["documents"] == 2
     printed = capsys.readouterr().out
     assert "1 files or folders" in printed and "image.png" in printed
+    for number in range(12):
+        (folder / f"image{number}.png").write_bytes(b"")
+    make(folder, folder, "--verbose")  # its own output does not become input
+    assert make(folder, folder)["documents"] == 1
+    printed = capsys.readouterr().out
+    assert printed.count("  image9.png") == 1 and "and 7 more" in printed
 
 
 def test_seq_and_tokenizer_from_a_config(tmp_path, capsys):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 import tarfile
 
@@ -14,13 +15,14 @@ import pytest
 import zstandard
 from data_tools import gpt2_folder, prose, tokenizer
 
-from mesh_transformer.data.documents import PIECE_CHARS, pieces, split_documents
+from mesh_transformer.data import documents
+from mesh_transformer.data.documents import PIECE_CHARS, split_documents
 from mesh_transformer.data.inputs import find_inputs
 from mesh_transformer.data.normalise import normaliser, wikitext_detokenize
 from mesh_transformer.data.progress import Progress
 from mesh_transformer.data.readers import Reader
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.errors import DataError
+from mesh_transformer.errors import DataError, StorageError
 
 EOT = "<|endoftext|>"
 COMPRESS = {
@@ -36,15 +38,15 @@ COMPRESS = {
 def read(path, separator=EOT, **options):
     """The documents of all files of a path."""
     reader = Reader(separator, **options)
-    documents, text = [], ""
+    found, text = [], ""
     for file in find_inputs(str(path), recursive=True)[0]:
         for piece in reader.documents(file):
             text += piece.text
             if piece.ends:
-                documents.append(text)
+                found.append(text)
                 text = ""
     assert text == ""
-    return documents
+    return found
 
 
 def tar_of(files):
@@ -82,6 +84,23 @@ def test_nothing_to_read_is_an_error(tmp_path):
         find_inputs(str(tmp_path / "x.pdf"), recursive=False)
     with pytest.raises(DataError, match="no such file or folder"):
         find_inputs(str(tmp_path / "none"), recursive=False)
+    with pytest.raises(DataError, match="--recursive is for local folders"):
+        find_inputs("gs://bucket/folder", recursive=True)
+
+
+def test_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    scan = os.scandir
+
+    def denied(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(StorageError, match="sub: cannot list the folder: Permission denied"):
+        find_inputs(str(tmp_path), recursive=True)
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
@@ -97,10 +116,10 @@ def test_every_kind_of_file(tmp_path, suffix):
         path.write_bytes(compress(content))
         assert read(path) == expected.get(kind, ["three", "four", "5"]), kind
     if suffix:  # the name tells the compression only
-        for content, documents in ((text.encode(), expected[".txt"]), (tar_of(archive), expected[".tar"])):
+        for content, whole in ((text.encode(), expected[".txt"]), (tar_of(archive), expected[".tar"])):
             path = tmp_path / f"plain{suffix}"
             path.write_bytes(compress(content))
-            assert read(path) == documents
+            assert read(path) == whole
     if suffix == ".gz":
         (tmp_path / "f.tgz").write_bytes(compress(tar_of(archive)))
         assert read(tmp_path / "f.tgz") == ["six", "seven"]
@@ -186,27 +205,30 @@ def test_prompt_and_completion(tmp_path):
 @pytest.mark.parametrize("block", [1000, 40_000, 10_000_000])
 def test_documents_of_a_stream_do_not_depend_on_its_blocks(block):
     text = EOT.join([prose(40_000, 0), "", "short", prose(20_000, 1), "x" * 100_000]) + EOT
-    documents, current = [], ""
+    found, current = [], ""
     for piece in split_documents((text[i : i + block] for i in range(0, len(text), block)), EOT):
         assert len(piece.text) <= PIECE_CHARS + 256
         current += piece.text
         if piece.ends:
-            documents.append(current)
+            found.append(current)
             current = ""
-    assert documents == text.split(EOT)
+    assert found == text.split(EOT)
     assert "".join(piece.text for piece in split_documents([text], None)) == text
 
 
 @pytest.mark.parametrize("which", ["small", "gpt2"])
-def test_pieces_tokenize_as_the_whole(which):
+def test_pieces_tokenize_as_the_whole(which, monkeypatch):
     """With every mixture of punctuation, digits and white space around the places where a cut may fall."""
     chosen = tokenizer() if which == "small" else load_tokenizer(str(gpt2_folder()))
     unit = "Words, and 12 345 more...\n\n  indented = 'x'  \n\tdon't — stop!  \r\n" + prose(40, 3) + "日本語 テキスト\n"
-    text = unit * 200
-    cut = [piece.text for piece in pieces(text)]
-    assert len(cut) > 2 and "".join(cut) == text
-    together = [token for part in cut for token in chosen.encode(part)]
-    assert together == chosen.encode(text)
+    text = unit * 3
+    whole = chosen.encode(text)
+    monkeypatch.setattr(documents, "_KEEP_CHARS", 0)
+    for size in range(60, 140):
+        monkeypatch.setattr(documents, "PIECE_CHARS", size)
+        cut = [piece.text for piece in documents.pieces(text)]
+        assert len(cut) > 4 and "".join(cut) == text
+        assert [token for part in cut for token in chosen.encode(part)] == whole, size
 
 
 def test_clean_up_is_off_unless_asked_for():

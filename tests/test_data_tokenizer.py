@@ -60,11 +60,8 @@ def test_training_is_reproducible(tmp_path):
 
 
 def test_train_tokenizer_script(tmp_path, capsys):
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import train_tokenizer as script
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    from scripts import train_tokenizer as script
+
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(prose(2000, 0))
     (tmp_path / "text" / "b.pdf").write_text("no text")

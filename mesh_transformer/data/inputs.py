@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mesh_transformer import storage
-from mesh_transformer.errors import DataError
+from mesh_transformer.data.records import RECORDS_SUFFIX
+from mesh_transformer.data.sidecar import SUFFIX as SIDECAR_SUFFIX
+from mesh_transformer.errors import DataError, StorageError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstandard", ".xz": "xz", ".bz2": "bzip2"}
 
@@ -49,6 +51,8 @@ def supported(text_suffixes: Sequence[str] = ()) -> str:
 
 def kind_of(name: str, text_suffixes: Sequence[str] = ()) -> Kind | None:
     """What a file's suffix says about it, in any case of letters; None if it is not one that is read."""
+    if name.endswith(RECORDS_SUFFIX + SIDECAR_SUFFIX):
+        return None  # what an earlier run has written into the same folder
     stem, suffix = os.path.splitext(name.lower())
     packed = suffix in COMPRESSIONS
     if packed:
@@ -95,9 +99,15 @@ def find_inputs(path: str, recursive: bool, text_suffixes: Sequence[str] = ()) -
 def _walk(root: str, recursive: bool) -> list[str]:
     """Names under a folder, relative to it, with slashes; folders that are not entered end with one."""
     if storage.is_url(root):
+        if recursive:
+            raise DataError(f"{root}: --recursive is for local folders; name the folders of a bucket one by one")
         return storage.listdir(root)
+
+    def fail(error: OSError) -> None:
+        raise StorageError(f"{error.filename}: cannot list the folder: {error.strerror}") from error
+
     names: list[str] = []
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=fail):
         prefix = os.path.relpath(folder, root).replace(os.sep, "/")
         prefix = "" if prefix == "." else prefix + "/"
         names += [prefix + file for file in files]

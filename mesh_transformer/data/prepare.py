@@ -7,25 +7,27 @@ does not depend on the size of the input.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mesh_transformer import storage
 from mesh_transformer.data.draft import Draft
-from mesh_transformer.data.encoding import EncodingOptions, encode_pieces
+from mesh_transformer.data.encoding import EncodingOptions, NumberedPiece, encode_pieces
 from mesh_transformer.data.index import write_index
 from mesh_transformer.data.inputs import InputFile, find_inputs
 from mesh_transformer.data.packing import PackingOptions
 from mesh_transformer.data.readers import Reader
+from mesh_transformer.data.records import RECORDS_SUFFIX
 from mesh_transformer.data.splitting import BY_DOCUMENT, make_split
 from mesh_transformer.data.spool import Spool
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.errors import DataError
 
-RECORDS_SUFFIX = ".tfrecords"
+_LOG = logging.getLogger(__name__)
 _WORTH_WORKERS = 4_000_000  # bytes of input below which starting processes takes longer than the work
 TRAIN, VALIDATION = "train", "val"
 
@@ -137,7 +139,7 @@ def _fill(
         wikitext=options.normalize_with_wikitext_detokenize,
     )
     is_validation = make_split(options.val_fraction, options.split_by, len(files), options.seed)
-    stream = ((number, piece) for number, file in enumerate(files) for piece in reader.documents(file))
+    stream = _numbered(files, reader)
     workers = options.workers if size >= _WORTH_WORKERS else 1
     document = 0
     for number, piece, ids in encode_pieces(stream, encoding, tokenizer, workers):
@@ -154,6 +156,13 @@ def _fill(
             f"validation; give a larger fraction, or more documents: files, JSON lines, or text between "
             f"{tokenizer.eot_token}"
         )
+
+
+def _numbered(files: list[InputFile], reader: Reader) -> Iterator[NumberedPiece]:
+    for number, file in enumerate(files):
+        _LOG.info("reading %s (%s, %d bytes)", file.path, file.kind.value, file.size)
+        for piece in reader.documents(file):
+            yield number, piece
 
 
 def _packing(options: Options, split: str) -> PackingOptions:

@@ -160,7 +160,7 @@ class Reader:
         return replaced if self.errors == "replace" else content.decode("utf-8", "ignore")
 
 
-def describe_left_out(names: Sequence[str], text_suffixes: Sequence[str], limit: int = 10) -> list[str]:
+def describe_left_out(names: Sequence[str], text_suffixes: Sequence[str], limit: int) -> list[str]:
     """Lines that tell which files were not read."""
     if not names:
         return []

@@ -28,6 +28,7 @@ _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _BUFFER = 1 << 20  # bytes
 _OFFSETS_MAGIC = b"mtoffs01"  # 8 bytes, then little-endian uint64 offsets; the last is the size of the file
+RECORDS_SUFFIX = ".tfrecords"
 OFFSETS_SUFFIX = ".offsets"
 
 
