@@ -31,26 +31,28 @@ class _Chunk(NamedTuple):
     losses: PositionLosses
     log_z: jax.Array
     probability: jax.Array
-    is_target: jax.Array
+    column: jax.Array
+    mine: jax.Array
 
 
 def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array, z_loss: str) -> _Chunk:
     logits = jnp.dot(h_CD, w_Dv.astype(h_CD.dtype), preferred_element_type=jnp.float32)
     logits = logits + b_v.astype(jnp.float32)[None, :]
     peak = max_over_shards(jnp.max(logits, axis=-1))
-    shifted = logits - peak[:, None]
-    first = shard_index() * w_Dv.shape[1]
-    is_target = (target_C[:, None] - first) == jnp.arange(w_Dv.shape[1], dtype=target_C.dtype)[None, :]
-    exp = jnp.exp(shifted)
+    exp = jnp.exp(logits - peak[:, None])
+    local = target_C - shard_index() * w_Dv.shape[1]
+    mine = (local >= 0) & (local < w_Dv.shape[1])
+    column = jnp.where(mine, local, 0)
+    found = jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] - peak
     # One reduction for both: the normaliser and the target's logit, which lives on one shard only.
-    both = sum_over_shards(jnp.stack([exp.sum(-1), jnp.where(is_target, shifted, 0.0).sum(-1)]))
+    both = sum_over_shards(jnp.stack([exp.sum(-1), jnp.where(mine, found, 0.0)]))
     total, hit = both[0], both[1]
     after_max = jnp.log(total)
     # QUIRK z-loss-after-max: the 2021 library penalises log(sum exp(logits - max)), not log Z.
     log_z = after_max + peak if z_loss == "log_z" else after_max
     weight = 0.0 if z_loss == "off" else Z_LOSS_WEIGHT
     losses = PositionLosses(after_max - hit, weight * jnp.square(log_z), (hit >= 0.0).astype(jnp.float32))
-    return _Chunk(losses, weight * log_z, exp / total[:, None], is_target)
+    return _Chunk(losses, weight * log_z, exp / total[:, None], column, mine)
 
 
 def _chunks(x: jax.Array, size: int) -> jax.Array:
@@ -96,7 +98,8 @@ def _weighted_loss_forward(
         c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss)
         # d/dlogits of ce is p - onehot; of weight * log_z^2 it is 2 weight log_z p (the maximum gets no gradient).
         grad = c.probability * (weight_C * (1.0 + 2.0 * c.log_z))[:, None]
-        grad = grad - jnp.where(c.is_target, weight_C[:, None], 0.0)
+        rows = jnp.arange(target_C.shape[0])
+        grad = grad.at[rows, c.column].add(-jnp.where(c.mine, weight_C, 0.0))
         narrow = grad.astype(h_CD.dtype)
         grad_h = jnp.dot(narrow, w_Dv.astype(h_CD.dtype).T, preferred_element_type=jnp.float32).astype(h_CD.dtype)
         grad_w = grad_w + jnp.dot(h_CD.T, narrow, preferred_element_type=jnp.float32)
