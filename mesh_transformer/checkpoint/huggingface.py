@@ -21,10 +21,11 @@ import numpy as np
 from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint import huggingface_config, huggingface_tokenizer, safetensors
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES, cast
+from mesh_transformer.checkpoint.convert import described
 from mesh_transformer.checkpoint.layout import StateLeaf
 from mesh_transformer.checkpoint.npz import CHUNK, Header
 from mesh_transformer.checkpoint.streaming import Weights, open_weights, tensor_leaves
-from mesh_transformer.config import Config, differences, load_config
+from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from mesh_transformer.errors import CheckpointError, ConfigError, DataError, StorageError
 
@@ -34,8 +35,6 @@ DEFAULT_DTYPE = "fp16"  # the 2021 script's
 DEFAULT_SHARD_SIZE = "5GB"
 GPT2_END = 50256
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# What the weights' own run must share, or they would compute something else and nobody would notice.
-_AGREED = ("pe", "norm", "n_heads", "pe_rotary_dims", "version")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +89,15 @@ def convert(
     n_vocab = vocabulary.vocab_size if vocabulary and trim_vocab else settings.model.n_vocab
     extra = huggingface_tokenizer.files(vocabulary, n_vocab, settings.model.seq) if vocabulary else {}
     with open_weights(ckpt, settings.model) as weights:
-        _check_agreement(weights, settings)
+        described(weights, settings)  # refuses weights of another model
         targets = _targets(weights, n_vocab, target)
         source = _source_dtype(weights, targets.values())
         found = _write(folder, weights, targets, limit, source)
     huggingface_tokenizer.write(folder, extra)
     end = _end_of_text(settings, vocabulary, n_vocab)
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    described = huggingface_config.to_hf(settings.model, n_vocab, end, target, source)
-    for name, body in ((huggingface_config.GENERATION_CONFIG, ends), (huggingface_config.CONFIG, described)):
+    hf = huggingface_config.to_hf(settings.model, n_vocab, end, target, source)
+    for name, body in ((huggingface_config.GENERATION_CONFIG, ends), (huggingface_config.CONFIG, hf)):
         storage.write_atomic(storage.join(folder, name), json.dumps(body, indent=2).encode())
     return found
 
@@ -143,15 +142,6 @@ def _end_of_text(config: Config, tokenizer: Tokenizer | None, n_vocab: int) -> i
     if tokenizer is not None:
         return tokenizer.eot_id
     return GPT2_END if config.data.tokenizer == "gpt2" and n_vocab > GPT2_END else None
-
-
-def _check_agreement(weights: Weights, config: Config) -> None:
-    theirs, mine = weights.details.get("agreement", {}), config.agreement()
-    different = differences({k: theirs[k] for k in _AGREED if k in theirs}, {k: mine[k] for k in _AGREED})
-    if different:
-        raise CheckpointError(
-            f"{weights.path} is of another model: {'; '.join(different)}. Use the config it was trained with"
-        )
 
 
 def _targets(weights: Weights, n_vocab: int, dtype: np.dtype) -> dict[str, _Target]:

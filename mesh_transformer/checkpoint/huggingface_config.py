@@ -10,9 +10,9 @@ import numpy as np
 
 from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint.damage import DamagedError
-from mesh_transformer.config import Config, load_config
+from mesh_transformer.config import Config
 from mesh_transformer.config_groups import ModelConfig
-from mesh_transformer.errors import CheckpointError, ConfigError
+from mesh_transformer.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -22,7 +22,9 @@ NORM_EPSILON = 1e-5
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _SIZES = {"layers": "n_layer", "d_model": "n_embd", "n_heads": "n_head", "n_vocab": "vocab_size", "seq": "n_positions",
           "pe_rotary_dims": "rotary_dim"}  # fmt: skip
-_SHARDS = (8, 4, 2, 1)
+# Names that transformers takes for the same.
+_ALIASES = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+            "n_layer": "num_hidden_layers"}  # fmt: skip
 
 
 def check_expressible(config: Config) -> None:
@@ -75,42 +77,33 @@ def to_hf(model: ModelConfig, n_vocab: int, end: int | None, dtype: np.dtype, so
     }
 
 
-def from_hf(hf: Mapping[str, Any], where: str, shards: int | None = None, **changes: Any) -> Config:
-    """Our config of a Hugging Face GPT-J, with `changes` to its keys; what trains is left at its defaults.
+def from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Our keys of the model that a GPTJConfig describes.
 
-    `shards`: cores_per_replica. Raises CheckpointError naming every key that is missing or that this project's model
-    cannot express, ConfigError where the sizes do not fit each other.
+    Raises CheckpointError naming every key that is missing or that this project's model cannot express.
     """
-    problems = []
     if hf.get("model_type") != "gptj":
         raise CheckpointError(f"{where}: model_type is {hf.get('model_type')!r}, expected 'gptj'")
-    # Its older names, and those of config files written by hand.
-    aliases = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_head": "num_attention_heads",
-               "n_layer": "num_hidden_layers"}  # fmt: skip
-    sizes = {ours: hf.get(theirs, hf.get(aliases.get(theirs, ""))) for ours, theirs in _SIZES.items()}
-    problems += [f"{_SIZES[ours]} is missing" for ours, value in sizes.items() if value is None]
+    sizes = {ours: hf.get(theirs, hf.get(_ALIASES.get(theirs, ""))) for ours, theirs in _SIZES.items()}
+    problems = [
+        f"{_SIZES[ours]} is {value!r}, expected an integer"
+        for ours, value in sizes.items()
+        if not isinstance(value, int) or isinstance(value, bool)
+    ]
     if hf.get("activation_function", _ACTIVATIONS[0]) not in _ACTIVATIONS:
-        problems.append(f"activation_function is {hf['activation_function']!r}, expected one of {_ACTIVATIONS}")
+        problems.append(
+            f"activation_function is {hf['activation_function']!r}, expected one of {', '.join(_ACTIVATIONS)}"
+        )
     if hf.get("layer_norm_epsilon", NORM_EPSILON) != NORM_EPSILON:
         problems.append(f"layer_norm_epsilon is {hf['layer_norm_epsilon']}, expected {NORM_EPSILON}")
-    if hf.get("n_inner") not in (None, 4 * (sizes["d_model"] or 0)):
+    if not problems and hf.get("n_inner") not in (None, 4 * sizes["d_model"]):
         problems.append(f"n_inner is {hf['n_inner']}, expected null or 4 * n_embd")
     for key, wanted in (("tie_word_embeddings", False), ("scale_attn_weights", True)):
         if hf.get(key, wanted) is not wanted:
-            problems.append(f"{key} is {hf[key]}, expected {wanted}")
+            problems.append(f"{key} is {json.dumps(hf[key])}, expected {json.dumps(wanted)}")
     if problems:
         raise CheckpointError(f"{where} is not a GPT-J that this project can hold: {'; '.join(problems)}")
-    raw = {**sizes, "norm": "layernorm", "pe": "rotary", "cores_per_replica": shards, **changes}
-    try:
-        return load_config(raw)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def shards_that_fit(config: Config) -> list[int]:
-    """Usual numbers of shards that divide the config's model, largest first."""
-    model = config.model
-    return [n for n in _SHARDS if not (model.n_heads % n or model.n_vocab % n or model.d_model % n)]
+    return {**sizes, "norm": "layernorm", "pe": "rotary"}
 
 
 def read(folder: str) -> dict[str, Any]:
