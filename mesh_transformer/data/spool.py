@@ -29,15 +29,20 @@ class Spool:
         self.empty_documents = 0
         self._folder = folder
         self._length = self._prompt = 0  # of the document that is being added
+        self._waiting: list[bytes] = []  # tokens that are not in the file yet
+        self._waiting_bytes = 0
         self._pending: list[tuple[int, int, int]] = []
         with storage.errors(folder, "make a temporary file in"):
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=_BUFFER)
+            self._file = tempfile.TemporaryFile(dir=folder)
             self._rows = tempfile.TemporaryFile(dir=folder)
 
     def add(self, ids: np.ndarray, prompt: bool) -> None:
         """Append ids to the current document; its prompt, if any, comes first."""
-        with storage.errors(self._folder, "write temporary files in"):
-            self._file.write(ids.astype(self.dtype).tobytes())
+        content = ids.astype(self.dtype).tobytes()
+        self._waiting.append(content)
+        self._waiting_bytes += len(content)
+        if self._waiting_bytes >= _BUFFER:
+            self._write_tokens()
         self._length += len(ids)
         self._prompt += len(ids) if prompt else 0
 
@@ -56,9 +61,8 @@ class Spool:
 
     def finish(self) -> None:
         """After the last document, before reading."""
+        self._write_tokens()
         self._write_rows()
-        with storage.errors(self._folder, "write temporary files in"):
-            self._file.flush()
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
         """ROW [N] of documents by their numbers, int64 [N]."""
@@ -85,6 +89,12 @@ class Spool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write_tokens(self) -> None:
+        with storage.errors(self._folder, "write temporary files in"):
+            self._file.write(b"".join(self._waiting))
+            self._file.flush()
+        self._waiting, self._waiting_bytes = [], 0
 
     def _write_rows(self) -> None:
         with storage.errors(self._folder, "write temporary files in"):
