@@ -238,6 +238,8 @@ class _Session:
             "%s parameters; an update takes %d sequences, %s tokens", f"{count:,}", config.sequences_per_step(dp),
             f"{config.tokens_per_step(dp):,}",
         )  # fmt: skip
+        if config.run.eval_harness_tasks and config.run.eval_every:
+            logger.info("note: eval_harness_tasks are not run in training; evaluate the checkpoints afterwards")
         if begin.origin is Origin.RESUME:
             return self._resumed(network, run_id)
         if begin.origin is Origin.TUNE and request.tune_model_path:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Protocol
 
 from mesh_transformer import storage
@@ -160,18 +162,19 @@ class WandbTracker:
         storage.makedirs(folder)
         online = run.wandb_mode == "online"
         try:
-            self._run = wandb.init(
-                project=run.wandb_project,
-                entity=run.wandb_entity,
-                name=run.name,
-                notes=run.comment,
-                config=config.to_dict(),
-                mode=run.wandb_mode,
-                dir=folder,
-                id=run_id,
-                resume="allow" if online else None,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            with _no_terminal():
+                self._run = wandb.init(
+                    project=run.wandb_project,
+                    entity=run.wandb_entity,
+                    name=run.name,
+                    notes=run.comment,
+                    config=config.to_dict(),
+                    mode=run.wandb_mode,
+                    dir=folder,
+                    id=run_id,
+                    resume="allow" if online else None,
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
         except (wandb.Error, OSError) as error:
             raise ConfigError(
                 f"W&B could not start with wandb_mode {run.wandb_mode!r}: {error}; set wandb_mode to offline (and "
@@ -189,6 +192,18 @@ class WandbTracker:
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
+
+
+@contextlib.contextmanager
+def _no_terminal() -> Iterator[None]:
+    """Hides the terminal, so that a service that lacks a login fails instead of asking for one."""
+    terminal = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = terminal
 
 
 def check_packages(config: Config) -> None:
