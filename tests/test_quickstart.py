@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -32,11 +33,18 @@ def validation_losses(directory: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_short_form_learns_and_continues(tmp_path):
-    """Stages 1 to 6 from nothing; then more steps in the same folder continue the run and repeat no other stage."""
+def test_short_form_learns_and_continues(tmp_path, capfd):
+    """All stages from nothing; then the same again, which repeats no stage and trains no further."""
     first = run_quickstart("--short", "--directory", str(tmp_path))
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    for command in ("collect_python_text", "train_tokenizer", "create_finetune", "device_train", "plot_loss"):
+    for command in (
+        "collect_python_text",
+        "train_tokenizer",
+        "create_finetune",
+        "device_train",
+        "plot_loss",
+        "device_sample",
+    ):
         assert command in first.stdout, "each command is printed"
     losses = validation_losses(tmp_path)
     assert losses[20] < 7.2 < 8.0 < 8.9, f"validation loss after 20 steps is {losses}"
@@ -44,9 +52,11 @@ def test_short_form_learns_and_continues(tmp_path):
 
     records = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.tfrecords")}
     assert len(records) == 2, "one file to train on and one to validate on"
-    again = run_quickstart("--short", "--directory", str(tmp_path))
-    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
-    assert again.stdout.count("is there already") == 3
+    config, path = quickstart.prepare(argparse.Namespace(directory=tmp_path, steps=quickstart.SHORT_STEPS))
+    for number, stage in enumerate(quickstart.stages(config, path, quickstart.SHORT_MEGABYTES, prompts=()), start=1):
+        if "plot" not in stage.command[0]:
+            assert quickstart.run(stage, number, 0) == 0
+    assert capfd.readouterr().out.count("is there already") == 3
     assert {path: path.stat().st_mtime_ns for path in records} == records
     assert validation_losses(tmp_path) == losses, "a finished run is not trained again"
 
