@@ -39,8 +39,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed-core
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
-$(VENV)/.installed-peers-$(PEERS): $(VENV)/.installed-core scripts/install_peers.py
-	$(BIN)/python scripts/install_peers.py --install $(PEERS)
+$(VENV)/.installed-peers-%: $(VENV)/.installed-core scripts/install_peers.py
+	$(BIN)/python scripts/install_peers.py --install $*
 	@touch $@
 
 quickstart: $(VENV)/.installed-plot
