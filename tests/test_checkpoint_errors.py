@@ -1,5 +1,6 @@
 """Checkpoints that do not fit, or are not whole: every problem is named at once, and nothing is changed."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_tools import assert_states_equal, config_of, host, random_state, without_fsync, write_2021
-from conftest import mesh_of
+from conftest import mesh_of, tiny
 
+from mesh_transformer.checkpoint import __main__ as command
 from mesh_transformer.checkpoint import inventory
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inspect import inspect, verify
@@ -156,7 +158,7 @@ def test_an_array_of_another_shape_in_one_shard_is_named(theirs):
         arrays = [npz[f"arr_{i}"] for i in range(len(npz.files))]
     arrays[0] = arrays[0][..., :-1]
     np.savez(path, *arrays)
-    with pytest.raises(DamagedError, match=r"shard_2/9\.npz: arr_0 \(.*\) is float32\[.*\], expected \["):
+    with pytest.raises(DamagedError, match=r"shard_2/9\.npz: arr_0 \(.*\) is float32\[.*\], in shard_0 float32\["):
         read_step(theirs, CONFIG.model, MESH)
 
 
@@ -168,7 +170,7 @@ def test_a_flipped_byte_is_found_without_a_manifest(theirs):
     with pytest.raises(DamagedError, match=r"shard_1/9\.npz is corrupt: Bad CRC-32"):
         read_step(theirs, CONFIG.model, MESH)
     with pytest.raises(DamagedError, match=r"shard_1/9\.npz is corrupt: Bad CRC-32"):
-        verify(inspect(theirs).found)
+        verify(theirs)
 
 
 def test_a_file_of_another_save_is_found_by_the_manifest(originals, tmp_path):
@@ -193,16 +195,18 @@ def test_paths_that_are_no_step_say_what_they_are(theirs, tmp_path):
 def test_inspection_needs_no_jax(originals):
     """An 8-shard checkpoint can be looked into where no JAX could hold it; here it is not even importable."""
     code = (
-        "import sys; sys.modules['jax'] = None; sys.path.insert(0, 'scripts'); import check_ckpt; "
-        "sys.exit(check_ckpt.main(sys.argv[1:]))"
+        "import sys; sys.modules['jax'] = None; from mesh_transformer.checkpoint.__main__ import main; "
+        "sys.exit(main(sys.argv[1:]))"
     )
     for name, layout in (("theirs", "without manifest"), ("ours", "with manifest")):
-        command = [sys.executable, "-c", code, str(originals / name), "--leaves", "--verify"]
+        command = [sys.executable, "-c", code, "verify", str(originals / name), "--leaves"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         for line in (
-            f"4 shards x 16 files, full (with optimizer), {layout}",
-            "layers 2, d_model 32, n_vocab 64, norm layernorm, pe rotary",
+            f"full (with optimizer), {layout}",
+            "shards          4, each of 16 files",
+            "layers 2, d_model 32,",
+            "norm layernorm, pe rotary",
             "params/causal_transformer_shard/~/embedding_shard/~/linear/w  [64, 32] float32, [16, 32] on a shard",
             "step            9",
             "verified",
@@ -210,15 +214,32 @@ def test_inspection_needs_no_jax(originals):
             assert line in done.stdout
 
 
-def test_the_command_lists_every_problem_in_one_line(step):
+def test_the_command_lists_every_problem(step, capsys):
     os.remove(step / "shard_0" / "3.npz")
     os.remove(step / "shard_2" / "15.npz")
-    command = [sys.executable, "scripts/check_ckpt.py", str(step)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert "shard_0/3.npz is missing; shard_2/15.npz is missing" in done.stderr
+    (step / "shard_1" / "4.npz").write_bytes(b"")
+    cut = step / "shard_3" / "5.npz"
+    cut.write_bytes(cut.read_bytes()[:-700])
+    altered = bytearray((step / "shard_3" / "9.npz").read_bytes())
+    altered[1200] ^= 1  # within the first array: the file's size and directory stay
+    (step / "shard_3" / "9.npz").write_bytes(altered)
+    assert command.main(["inspect", str(step)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["error:", f"shard_{name}.npz"] for name in ("0/3", "1/4", "2/15", "3/5")
+    ]
+    assert command.main(["verify", str(step)]) == 1
+    assert "shard_3/9.npz" in "".join(set(capsys.readouterr().err.splitlines()) - set(lines))
+    assert command.main(["inspect", str(step / "nothing")]) == 1
+    assert command.main(["inspect", str(step), "--config", "nothing.json"]) == 2
+
+
+def test_the_command_says_what_a_config_finds_different(theirs, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny(n_vocab=128)))
+    assert command.main(["inspect", str(theirs)]) == 0
+    assert command.main(["inspect", str(theirs), "--config", str(config)]) == 1
+    assert "n_vocab 128 in the config, 64 in the checkpoint (differs)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("norm", ["scalenorm", "rmsnorm-bias", "layernorm-desync"])

@@ -179,7 +179,7 @@ def test_the_command_looks_into_a_bucket(bucket):
     write_step(step, snapshot(random_state(CONFIG.model, MESH)), CONFIG.model, 2)
     storage.remove(storage.join(step, "shard_0", "3.npz"))
     storage.remove(storage.join(step, "shard_1", "11.npz"))
-    command = [sys.executable, "scripts/check_ckpt.py", step]
+    command = [sys.executable, "-m", "mesh_transformer.checkpoint", "inspect", step]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2
-    assert "shard_0/3.npz is missing; shard_1/11.npz is missing" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr == "error: shard_0/3.npz is missing\nerror: shard_1/11.npz is missing\n"

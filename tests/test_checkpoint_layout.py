@@ -19,7 +19,7 @@ from checkpoint_tools import (
 )
 from conftest import mesh_of
 
-from mesh_transformer.checkpoint import layout, manifest
+from mesh_transformer.checkpoint import inventory, layout, manifest
 from mesh_transformer.checkpoint.shards import read_step, snapshot, write_step
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import CheckpointError
@@ -154,7 +154,7 @@ def test_golden_steps_are_written_back_as_they_were(tmp_path, step):
     config = load_config({**raw, "total_steps": 1, "train_set": "none", "model_dir": "none"})
     model, shards = config.model, config.mesh.cores_per_replica
     slim = step.name.startswith("slim")
-    dtype = jnp.bfloat16 if slim else jnp.float32
+    dtype = inventory.take(step).headers[-2].dtype  # of the parameters: only step comes after them
     state = read_step(step, model, mesh_of(1, shards), optimizer=not slim, dtype=dtype)
     write_step(tmp_path, snapshot(state), model, shards)
     leaves = layout.state_leaves(model, shards, not slim)

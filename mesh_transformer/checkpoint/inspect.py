@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
 
 from mesh_transformer import storage
 from mesh_transformer.checkpoint import inventory, layout, manifest
@@ -27,6 +31,21 @@ class Inspection:
     models: Sequence[ModelConfig]
     leaves: Sequence[LeafEntry]
     counters: dict[str, int]
+
+    @property
+    def step(self) -> int:
+        return self.counters[layout.STEP]
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The config of the run that wrote it, as flat JSON keys, if the manifest says."""
+        return self.found.manifest.details.get("config") if self.found.manifest else None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards' arrays, as they lie in the files."""
+        one = sum(np.dtype(header.dtype).itemsize * math.prod(header.shape) for header in self.found.headers)
+        return self.found.shards * one
 
     @property
     def parameters(self) -> int:
@@ -69,25 +88,36 @@ def _counter(found: Inventory, place: tuple[int, int]) -> int:
         return int(reader.read(member))
 
 
-def verify(found: Inventory) -> str:
-    """Read every byte of a step and compare checksums; returns which. Raises one DamagedError naming all bad files."""
-    if found.manifest is not None:
-        manifest.verify(found.path, found.manifest)
-        return "checksums of all files, from the manifest"
+def verify(step_dir: storage.PathLike) -> str:
+    """Read every byte of a step and compare checksums; returns which.
 
-    def read(place: tuple[int, int]) -> str | None:
+    Raises one DamagedError naming every file that is missing or damaged, of those that can be found at all.
+    """
+    path = storage.normalise(step_dir)
+    described = manifest.read(path)
+    if described is not None:
+        manifest.verify(path, described)
+        return "checksums of all files, from the manifest"
+    names = [
+        f"{shard}/{name}"
+        for shard in storage.listdir(path)
+        if re.fullmatch(r"shard_\d+", shard)
+        for name in storage.listdir(storage.join(path, shard))
+        if re.fullmatch(r"\d+\.npz", name)
+    ]
+
+    def read(name: str) -> str | None:
         try:
-            with contextlib.closing(NpzReader(layout.shard_file(found.path, *place))) as reader:
+            with contextlib.closing(NpzReader(storage.join(path, name))) as reader:
                 for number in range(len(reader)):
                     for _ in reader.pieces(number):
                         pass
         except DamagedError as error:
-            return str(error).removeprefix(f"{found.path}/")
+            return str(error).removeprefix(f"{path}/")
         return None
 
-    places = [(shard, file) for shard in range(found.shards) for file in range(layout.FILES)]
     with ThreadPoolExecutor(_WORKERS) as pool:
-        problems = [line for line in pool.map(read, places) if line]
+        problems = [line for line in pool.map(read, names) if line]
     if problems:
-        raise DamagedError(f"{found.path}: {'; '.join(problems)}; copy the step again, or use another")
+        raise DamagedError(f"{path}: {'; '.join(problems)}; copy the step again, or use another", problems)
     return "checksums of all arrays, from the files themselves"

@@ -6,6 +6,7 @@ for messages. All problems are reported at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -57,7 +58,8 @@ def take(step_dir: storage.PathLike, model: ModelConfig | None = None) -> Invent
     path = storage.normalise(step_dir)
     described = manifest.read(path)
     shards = described.shards if described else _count_shards(path)
-    counts, problems = _open_all(path, shards)
+    sizes, problems = _open_all(path, shards, described)
+    counts = {place: len(members) for place, members in sizes.items()}
     expected = len(described.leaves) if described else _expected_leaves(counts, shards, model)
     lengths = layout.runs(expected)
     problems += [
@@ -65,10 +67,12 @@ def take(step_dir: storage.PathLike, model: ModelConfig | None = None) -> Invent
         for (shard, file), count in sorted(counts.items())
         if count != lengths[file]
     ]
+    problems += _unlike_shard_0(path, sizes, _labels(described, expected, shards, model))
     if problems:
         raise DamagedError(
             f"{path} is not complete: {'; '.join(problems)}. Expected {shards} x {FILES} files: shard_0 to "
-            f"shard_{shards - 1}, each with 0.npz to {FILES - 1}.npz; copy the step again, or use another"
+            f"shard_{shards - 1}, each with 0.npz to {FILES - 1}.npz; copy the step again, or use another",
+            problems,
         )
     headers: list[Header] = []
     for file in range(FILES):
@@ -211,35 +215,66 @@ def _count_shards(path: str) -> int:
     raise DamagedError(f"{path} holds no checkpoint step; expected shard_0, shard_1, ..., found {', '.join(names[:8])}")
 
 
-def _open_all(path: str, shards: int) -> tuple[dict[tuple[int, int], int], list[str]]:
-    """(shard, file) -> number of arrays, of the files that can be opened; and what is wrong with the others."""
+def _open_all(path: str, shards: int, described: Manifest | None) -> tuple[dict[tuple[int, int], list[int]], list[str]]:
+    """(shard, file) -> bytes of each array, of the files that can be opened; and what is wrong with the others."""
     present = {shard: set(storage.listdir(storage.join(path, f"shard_{shard}"))) for shard in range(shards)}
     problems = []
 
-    def look(place: tuple[int, int]) -> tuple[tuple[int, int], int | str]:
+    def look(place: tuple[int, int]) -> tuple[tuple[int, int], list[int] | str]:
         shard, file = place
+        name = f"shard_{shard}/{file}.npz"
         if f"{file}.npz" not in present[shard]:
-            return place, f"shard_{shard}/{file}.npz is missing"
+            return place, f"{name} is missing"
+        entry = described.files.get(name) if described else None
         try:
-            reader = NpzReader(layout.shard_file(path, shard, file))
+            with contextlib.closing(NpzReader(layout.shard_file(path, shard, file))) as reader:
+                if entry is not None and reader.size != entry.bytes:
+                    return place, f"{name} has {reader.size} bytes, expected {entry.bytes}"
+                return place, reader.member_sizes()
         except DamagedError as error:
             return place, str(error).removeprefix(f"{path}/")
-        count = len(reader)
-        reader.close()
-        return place, count
 
-    counts = {}
+    sizes = {}
     with ThreadPoolExecutor(_WORKERS) as pool:
         for place, result in pool.map(look, itertools.product(range(shards), range(FILES))):
             if isinstance(result, str):
                 problems.append(result)
             else:
-                counts[place] = result
+                sizes[place] = result
     for shard in range(shards):
         if not present[shard]:
             problems = [line for line in problems if not line.startswith(f"shard_{shard}/")]
             problems.append(f"shard_{shard} is missing with all its files")
-    return counts, problems
+    return sizes, problems
+
+
+def _unlike_shard_0(path: str, sizes: dict[tuple[int, int], list[int]], labels: Sequence[str]) -> list[str]:
+    """Arrays whose sizes differ from those of shard 0: all shards' parts are alike."""
+    names = dict(zip(layout.places(len(labels)), labels, strict=True))
+
+    def header(shard: int, file: int, number: int) -> str:
+        with contextlib.closing(NpzReader(layout.shard_file(path, shard, file))) as reader:
+            found = reader.header(number)
+        return f"{found.dtype}{list(found.shape)}"
+
+    problems = []
+    for (shard, file), members in sorted(sizes.items()):
+        for number, (found, expected) in enumerate(zip(members, sizes.get((0, file), members), strict=False)):
+            if found != expected:
+                label = f" ({names[file, number]})" if (file, number) in names else ""
+                both = f"{header(shard, file, number)}, in shard_0 {header(0, file, number)}"
+                problems.append(f"shard_{shard}/{file}.npz: arr_{number}{label} is {both}")
+    return problems
+
+
+def _labels(described: Manifest | None, count: int, shards: int, model: ModelConfig | None) -> list[str]:
+    """The names of `count` leaves, by the manifest or the model; none where neither says."""
+    if described is not None:
+        return [leaf.name for leaf in described.leaves]
+    if model is None:
+        return []
+    orders = [layout.state_leaves(model, shards, full) for full in (True, False)]
+    return next(([leaf.label for leaf in leaves] for leaves in orders if len(leaves) == count), [])
 
 
 def _expected_leaves(counts: dict[tuple[int, int], int], shards: int, model: ModelConfig | None) -> int:

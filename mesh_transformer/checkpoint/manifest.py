@@ -118,7 +118,7 @@ def verify(step_dir: str, manifest: Manifest, names: Collection[str] | None = No
     with ThreadPoolExecutor(_WORKERS) as pool:
         problems = [line for line in pool.map(problem, wanted) if line]
     if problems:
-        raise DamagedError(f"{step_dir} was altered or cut short: {'; '.join(problems)}; use another step")
+        raise DamagedError(f"{step_dir} was altered or cut short: {'; '.join(problems)}; use another step", problems)
 
 
 def versions() -> dict[str, str]:
