@@ -8,6 +8,7 @@ N is a group of attention heads, of any sequences, that are worked on at once.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from mesh_transformer.mesh import MP
+
+logger = logging.getLogger(__name__)
 
 # Finite, so that a row with nothing to attend to stays finite too; scores are float32, where it does not overflow.
 MASKED = -1e30
@@ -38,11 +43,35 @@ def causal_block(start: int, stop: int) -> jax.Array:
 
 def causal_attention(q_BhSK: jax.Array, k_BhSK: jax.Array, v_BhSK: jax.Array) -> jax.Array:
     """softmax(q k / sqrt(K), causal) v, [B, h, S, K]."""
-    if jax.default_backend() == "gpu" and _cudnn_takes(q_BhSK):
+    if _cudnn_takes(q_BhSK) and cudnn_works():
         # [B, S, h, K] is the layout of cuDNN's fused kernel, which has a backward pass too.
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q_BhSK, k_BhSK, v_BhSK))
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").transpose(0, 2, 1, 3)
     return _blocked(q_BhSK, k_BhSK, v_BhSK)
+
+
+@functools.cache
+def cudnn_works() -> bool:
+    """Whether cuDNN's attention compiles here, gradient and all, inside `shard_map`: tried once, on a tiny example.
+
+    `transformer_shard.settle` asks first, outside any trace. Where it does not work the blocks below are used.
+    """
+    if jax.default_backend() != "gpu":
+        return False
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), (MP,))
+    whole = jax.sharding.PartitionSpec()
+    shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
+
+    mapped = jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=whole, out_specs=whole)
+    try:
+        jax.jit(mapped).lower(shape, shape, shape).compile()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        logger.warning("cuDNN's fused attention is not available, attention runs in blocks: %s", error)
+        return False
+    return True
 
 
 def _cudnn_takes(q_BhSK: jax.Array) -> bool:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import attention, optimizer, parameters, steps
+from mesh_transformer import attention, fused_attention, optimizer, parameters, steps
 from mesh_transformer.config import Config, ModelConfig, OptimConfig
 from mesh_transformer.cross_entropy import PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
@@ -278,6 +278,7 @@ def settle(config: Config, mesh: Mesh) -> ModelConfig:
             "make the mesh with make_mesh(config)"
         )
     device = mesh.devices.flat[0]
+    fused_attention.cudnn_works()
     dtype = model.compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     remat = model.remat if model.remat != "auto" else _remat_for(config, mesh, dtype, device)
     return dataclasses.replace(model, compute_dtype=dtype, remat=remat)
