@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint import inventory, layout, manifest
-from mesh_transformer.checkpoint.blocks import Blocks, pieces, region_of, rows_region
+from mesh_transformer.checkpoint.blocks import Blocks, merge_copies, pieces, region_of, rows_region
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inventory import Inventory
 from mesh_transformer.checkpoint.layout import StateLeaf
@@ -261,10 +261,6 @@ def _scatter(files: _Files, leaves: list[tuple[int, StateLeaf]], file: int, shar
 def _merge(files: _Files, number: int, leaf: StateLeaf, blocks: Blocks) -> None:
     """Kinds whose parts are copies or summands: small vectors, read whole."""
     kind = blocks.kind
-    first_only = kind.combine is Combine.FIRST or (kind.combine is Combine.SUM and leaf.moment)
-    parts = [files.read(number, leaf, shard) for shard in range(1 if first_only else files.shards)]
-    # Equal copies are taken as they are: their mean, computed, could differ in the last bit.
-    same = kind.combine is Combine.MEAN and all(np.array_equal(part, parts[0], equal_nan=True) for part in parts)
-    whole = parts[0] if same else kind.merge_parts(parts, leaf.moment)
+    whole = merge_copies(kind, lambda shard: files.read(number, leaf, shard), files.shards, leaf.moment)
     region = tuple((0, n) for n in kind.layer_shape)
-    blocks.scatter(leaf.leaf.layer if leaf.leaf else None, region, np.asarray(whole))
+    blocks.scatter(leaf.leaf.layer if leaf.leaf else None, region, whole)
