@@ -56,10 +56,19 @@ def test_any_number_of_shards_reads_onto_any_mesh(tmp_path, shards, dp, mp):
     assert w.addressable_shards[0].data.shape == (model.n_vocab // mp, model.d_model)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
-@pytest.mark.parametrize(("norm", "pe"), [("layernorm", "rotary"), ("scalenorm-bias", "t5"), ("rmsnorm", "fixed")])
-def test_written_files_are_those_of_the_2021_library(tmp_path, shards, norm, pe):
-    model = config_of(1, norm=norm, pe=pe, layers=11).model  # layer_10 sorts before layer_2
+@pytest.mark.parametrize(
+    ("shards", "norm", "pe", "layers"),
+    [
+        (1, "layernorm", "rotary", 11),  # layer_10 sorts before layer_2
+        (8, "layernorm", "rotary", 2),
+        (4, "scalenorm-bias", "t5", 2),
+        (8, "scalenorm", "t5", 1),
+        (2, "rmsnorm", "fixed", 3),
+        (4, "layernorm-nobias", "fixed", 1),
+    ],
+)
+def test_written_files_are_those_of_the_2021_library(tmp_path, shards, norm, pe, layers):
+    model = config_of(1, norm=norm, pe=pe, layers=layers).model
     state = random_state(model, mesh_of(1, 2))
     write_step(tmp_path / "ours", snapshot(state), model, shards)
     write_2021(tmp_path / "theirs", model, host(state), shards)

@@ -327,4 +327,4 @@ def _mesh_shape(state: TrainState) -> dict[str, int]:
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
