@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import fused_attention
 from mesh_transformer.fused_attention import MASKED, causal_block, query_blocks
@@ -97,7 +98,7 @@ def causal_attention(
             visible = visible & key_visible_BS[:, None, None, :stop]
         block_bias = None if bias is None else bias(start, stop, 0, stop)
         out.append(attend(q_BhSK[:, :, start:stop], k_BhSK[:, :, :stop], v_BhSK[:, :, :stop], visible, block_bias))
-    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=2)
+    return checkpoint_name(jnp.concatenate(out, axis=2), "attended")  # as rematerialisation knows it
 
 
 def t5_bias_of(table_hN: jax.Array | None) -> Bias | None:

@@ -46,7 +46,8 @@ def causal_attention(q_BhSK: jax.Array, k_BhSK: jax.Array, v_BhSK: jax.Array) ->
     if _cudnn_takes(q_BhSK) and cudnn_works():
         # [B, S, h, K] is the layout of cuDNN's fused kernel, which has a backward pass too.
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q_BhSK, k_BhSK, v_BhSK))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").transpose(0, 2, 1, 3)
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return checkpoint_name(out.transpose(0, 2, 1, 3), "attended")
     return _blocked(q_BhSK, k_BhSK, v_BhSK)
 
 

@@ -119,7 +119,7 @@ def layer(
     """One residual layer, attention and feed-forward side by side: [T, D] -> [T, D]."""
     h_TD = normalise(x_TD, params, model.norm)
     q, k, v = qkv(h_TD, params, model, batch, tables)
-    attended = checkpoint_name(attention.causal_attention(q, k, v, bias, key_visible_BS), "attended")
+    attended = attention.causal_attention(q, k, v, bias, key_visible_BS)
     return join(x_TD, attended, h_TD, params)
 
 
