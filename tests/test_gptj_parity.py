@@ -8,8 +8,8 @@ from conftest import network_of, tokens_of
 
 from mesh_transformer import parameters, steps
 
-pytest.importorskip("torch", reason="torch is not installed (the extra "peers")")
-pytest.importorskip("transformers", reason="transformers is not installed (the extra "peers")")
+pytest.importorskip("torch", reason="torch is not installed (the extra 'peers')")
+pytest.importorskip("transformers", reason="transformers is not installed (the extra 'peers')")
 
 
 @pytest.mark.parametrize(("dp", "mp"), [(1, 1), (2, 4)])
