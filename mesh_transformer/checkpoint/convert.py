@@ -80,7 +80,7 @@ def _convert(
             yield tensor
 
     full = weights.full and optimizer
-    counters = weights.counters if full else {layout.STEP: weights.step}
+    counters = weights.counters if full else {layout.STEP: weights.counters[layout.STEP]}
     path = write_weights(out, weights.model, shards, tensors(), counters, described(weights, config))
     return Converted(path, shards, tuple(sorted(types)), parameters, full)
 

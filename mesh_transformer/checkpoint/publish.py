@@ -41,34 +41,53 @@ def write_weights(
 
     `out`: the folder that will hold step_N and meta.json (or that step_N itself, whose parent then gets meta.json);
     local or gs://. `tensors`: all of `tensor_leaves(model, shards, full)` in that order; each is cast to its own
-    `dtype` on the way. `counters`: layout.STEP, which names the step; with COUNT and SCHEDULE_COUNT the step is full,
-    so the tensors begin with the moments. `details`: for the manifest, as `Weights.details` has them (config,
-    agreement, mesh, aux).
+    `dtype` on the way. `counters`: layout.STEP; with COUNT and SCHEDULE_COUNT the step is full, so the tensors begin
+    with the moments. `details`: for the manifest, as `Weights.details` has them (step, the N of step_N, if it is not
+    counters[layout.STEP]; config, agreement, mesh, aux).
 
     Raises CheckpointError where the model cannot be cut into so many shards, the step is already there, a tensor does
     not fit, or a value is too large for its type (f16 ends at 65504), and StorageError where there is no room; what
     was written is removed then.
     """
-    step = counters[layout.STEP]
-    model_dir, step_dir = destination(out, step)
     check_shards(model, shards)
-    if storage.listdir(step_dir) and not retention.is_unfinished(step_dir):
-        raise CheckpointError(f"{step_dir} is already there; choose another output folder, or move it away")
-    stream = _Stream(layout.state_leaves(model, shards, layout.COUNT in counters), tensors, counters)
-    _check_space(model_dir, layout.step_bytes(model, shards, layout.COUNT in counters, stream.itemsize))
-    details = {**(details or {}), "step": step}
-    retention.mark_unfinished(step_dir)
-    try:
+    full = layout.COUNT in counters
+    stream = _Stream(layout.state_leaves(model, shards, full), tensors, counters)
+    details = {"step": counters[layout.STEP], **(details or {})}
+    needed = layout.step_bytes(model, shards, full, stream.itemsize)
+    with new_step(out, int(details["step"]), needed, details.get("aux")) as step_dir:
         entries = _write_files(step_dir, stream, shards)
         manifest.write(step_dir, manifest.Manifest(shards, stream.described, entries, details))
-        found = meta.load(model_dir).with_step(step, dict(details.get("aux", {})))
+    return step_dir
+
+
+@contextlib.contextmanager
+def new_step(
+    out: storage.PathLike, step: int, needed: int, aux: Mapping[str, Any] | None = None
+) -> Iterator[str]:  # fmt: skip
+    """The folder of a step to be written in the block, at `out` (see `write_weights`) and taking `needed` bytes.
+
+    After the block meta.json names it, with `aux`; an error in the block removes it. Raises CheckpointError where it
+    is there already, StorageError where there is no room.
+    """
+    model_dir, step_dir = destination(out, step)
+    if storage.listdir(step_dir) and not retention.is_unfinished(step_dir):
+        raise CheckpointError(f"{step_dir} is already there; choose another output folder, or move it away")
+    free = storage.free_bytes(model_dir)
+    if free is not None and free < needed:
+        raise StorageError(
+            f"{model_dir}: {free / 1e9:.2f} GB free, and the weights take {needed / 1e9:.2f} GB: free some, or choose "
+            "another output folder"
+        )
+    retention.mark_unfinished(step_dir)
+    try:
+        yield step_dir
+        found = meta.load(model_dir).with_step(step, dict(aux or {}))
         meta.write(model_dir, meta.Meta(tuple(sorted(found.steps)), found.aux))
         retention.clear_mark(step_dir)
     except BaseException:
         with contextlib.suppress(StorageError):  # the error that brought us here says more
             retention.delete(step_dir)
         raise
-    return step_dir
 
 
 def destination(out: storage.PathLike, step: int) -> tuple[str, str]:
@@ -188,12 +207,3 @@ def _spread(files: Sequence[NpzWriter], tensor: Tensor, pool: Executor) -> None:
 
     for _ in pool.map(add, range(shards)):
         pass
-
-
-def _check_space(model_dir: str, needed: int) -> None:
-    free = storage.free_bytes(model_dir)
-    if free is not None and free < needed:
-        raise StorageError(
-            f"{model_dir}: {free / 1e9:.2f} GB free, and the weights take {needed / 1e9:.2f} GB: free some, or choose "
-            "another output folder"
-        )

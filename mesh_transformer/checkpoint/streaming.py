@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -101,7 +102,8 @@ class Weights:
 
     @property
     def step(self) -> int:
-        return self.counters[layout.STEP]
+        """The N of step_N: updates of its run. counters[layout.STEP], of the weights' whole life, may be more."""
+        return int(self.details.get("step", self.counters[layout.STEP]))
 
     def dtype(self, leaf: StateLeaf) -> np.dtype:
         """The type that the files hold a leaf in."""
@@ -219,7 +221,7 @@ def _tell_guess(path: str, models: Sequence[ModelConfig]) -> None:
     others = sorted({f"norm {other.norm}, pe {other.pe}" for other in models[1:]})
     more = f" (the shapes would fit {'; '.join(others)} too)" if others else ""
     logger.warning(
-        "%s has no manifest: by its shapes it is taken as layers %d, d_model %d, n_vocab %d, norm %s, pe %s%s; "
+        "%s does not say its model: by its shapes it is taken as layers %d, d_model %d, n_vocab %d, norm %s, pe %s%s; "
         "name its config to be sure",
         path, first.layers, first.d_model, first.n_vocab, first.norm, first.pe, more,
     )  # fmt: skip
@@ -227,12 +229,12 @@ def _tell_guess(path: str, models: Sequence[ModelConfig]) -> None:
 
 def _details(found: Inventory) -> dict[str, Any]:
     """What is written about a step: in its manifest, or of a step of the 2021 library in meta.json beside it."""
-    if found.manifest is not None:
-        return dict(found.manifest.details)
+    details = dict(found.manifest.details) if found.manifest is not None else {}
     folder = storage.name(found.path)
-    if not folder.removeprefix("step_").isdigit():
-        return {}
-    with contextlib.suppress(DamagedError):
-        aux = meta.load(storage.parent(found.path)).aux.get(int(folder[5:]))
-        return {} if aux is None else {"aux": aux}
-    return {}
+    if "step" in details or not re.fullmatch(r"step_\d+", folder):
+        return details
+    details["step"] = int(folder[5:])
+    if found.manifest is None:
+        with contextlib.suppress(DamagedError):
+            details["aux"] = meta.load(storage.parent(found.path)).aux.get(details["step"], {})
+    return details
