@@ -33,6 +33,7 @@ def random_tree(model, seed=0, bias=True):
         for kind in parameters.kinds(model, 1)
     ]
     tree = parameters.tree(values)
+    tree[EMBEDDING]["w"] *= 5  # so that greedy tokens depend on the text, not on the biases alone
     if not bias:
         tree[EMBEDDING]["b"][:] = 0
     return tree
