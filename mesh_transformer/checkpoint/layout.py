@@ -44,6 +44,11 @@ class StateLeaf:
     def moment(self) -> bool:
         return self.section in (MU, NU)
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of one layer's whole tensor."""
+        return () if self.leaf is None else self.leaf.kind.layer_shape
+
     def shard_shape(self, shards: int) -> tuple[int, ...]:
         """Shape of one shard's part."""
         return () if self.leaf is None else self.leaf.kind.shard_shape(shards)

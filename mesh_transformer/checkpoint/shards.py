@@ -122,7 +122,7 @@ def write_step(
     for shard in range(shards):
         storage.sync_folder(storage.join(path, f"shard_{shard}"))
     described = [
-        manifest.LeafEntry(leaf.label, _whole_shape(leaf), leaf.shard_shape(shards), str(_dtype(leaf, state)))
+        manifest.LeafEntry(leaf.label, leaf.whole_shape, leaf.shard_shape(shards), str(_dtype(leaf, state)))
         for leaf in leaves
     ]
     manifest.write(path, manifest.Manifest(shards, described, entries, details))
@@ -140,10 +140,6 @@ def _dtype(leaf: StateLeaf, state: Snapshot) -> np.dtype:
     if leaf.leaf is None:
         return np.dtype(np.int32)
     return next(iter(state.blocks(leaf).blocks.values())).dtype
-
-
-def _whole_shape(leaf: StateLeaf) -> tuple[int, ...]:
-    return () if leaf.leaf is None else leaf.leaf.kind.layer_shape
 
 
 class _Files:
