@@ -70,7 +70,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
     ask: gets the question of --new.  command: what a message tells the user to run again.
     Raises MeshTransformerError for what the user can correct, NonFiniteError after `max_skipped` batches.
     """
-    with StopRequest() as stop, Watchdog() as watchdog, contextlib.ExitStack() as stack:
+    with Watchdog() as watchdog, contextlib.ExitStack() as stack:
         config = load_config(request.config)
         if request.version is not None:
             config = dataclasses.replace(config, version=request.version)
@@ -91,7 +91,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
                 begin.config.run.total_steps,
             )  # fmt: skip
             return EXIT_DONE
-        session = _Session(request, begin, store, mesh, stop, watchdog, command)
+        session = _Session(request, begin, store, mesh, watchdog, command)
         if request.dry_run:
             return session.try_out()
         if request.new and store.latest() is not None and not request.yes:
@@ -137,17 +137,20 @@ class _Session:
     """One process's part of a run, with everything checked and devices started."""
 
     def __init__(
-        self, request: Request, begin: Start, store: CheckpointStore, mesh: jax.sharding.Mesh, stop: StopRequest,
-        watchdog: Watchdog, command: Sequence[str],
+        self, request: Request, begin: Start, store: CheckpointStore, mesh: jax.sharding.Mesh, watchdog: Watchdog,
+        command: Sequence[str],
     ) -> None:  # fmt: skip
         self._request, self._begin, self._store, self._mesh = request, begin, store, mesh
-        self._stop, self._watchdog, self._command = stop, watchdog, command
+        self._watchdog, self._command = watchdog, command
         self._config = begin.config
+        self._stop = StopRequest()
 
     def run(self) -> int:
         """Trains, saves, and returns the exit code."""
         code = EXIT_USER
         with contextlib.ExitStack() as stack:
+            # Not before: until here Ctrl-C has nothing to save, and ends the program as in any other.
+            stack.enter_context(self._stop)
             if self._request.new:
                 self._delete_old()
             run_id = self._run_id()
