@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from test_checkpoint_gcs import bucket, server  # noqa: F401 - fixtures
 from training_tools import Run, make_data
 
 from mesh_transformer import storage
 
 
+@pytest.mark.slow
 def test_train_stop_and_go_on_in_a_bucket(bucket, tmp_path):  # noqa: F811
     run = Run(tmp_path / "run", make_data(tmp_path), bucket=bucket.removeprefix("gs://"), model_dir="runs/tiny")
     model_dir = f"{bucket}/runs/tiny"
