@@ -103,8 +103,10 @@ def exists(path: PathLike) -> bool:
             return os.path.exists(target)
     try:
         open_file(target).close()
-    except StorageError:
-        return False
+    except StorageError as error:
+        if is_missing(error):
+            return False
+        raise
     return True
 
 
@@ -118,6 +120,11 @@ def size(path: PathLike) -> int:
             return os.path.getsize(target)
         with _smart_open(target, "rb") as file:
             return int(file.seek(0, os.SEEK_END))
+
+
+def can_list(path: PathLike) -> bool:
+    """Whether folders there can be listed: local ones and in `gs://`; of other URLs, only files can be asked for."""
+    return not is_url(path) or gcs.owns(normalise(path))
 
 
 def listdir(path: PathLike) -> list[str]:
@@ -287,8 +294,23 @@ def errors(path: str, action: str) -> Iterator[None]:
         raise StorageError(f"{path}: cannot {action}: {reason}{_hint(error)}") from error
 
 
-def _hint(error: Exception) -> str:
+def is_missing(error: StorageError) -> bool:
+    """Whether an error means that there is no such file, rather than that it cannot be reached or read."""
+    return error.__cause__ is not None and _is_not_found(error.__cause__)
+
+
+def _is_not_found(error: BaseException) -> bool:
+    """By the conventions of the operating system, Google, HTTP clients and (through smart_open) S3."""
     if isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFound":
+        return True
+    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    backend = getattr(getattr(error, "backend_error", None), "response", None)
+    code = backend.get("Error", {}).get("Code") if isinstance(backend, dict) else None
+    return status == 404 or code in ("404", "NoSuchKey")
+
+
+def _hint(error: Exception) -> str:
+    if _is_not_found(error):
         return "; check the path"
     if isinstance(error, PermissionError) or type(error).__name__ in ("Forbidden", "Unauthorized"):
         return "; this user needs permission there, or choose another folder"

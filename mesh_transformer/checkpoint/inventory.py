@@ -67,7 +67,8 @@ def take(step_dir: storage.PathLike, model: ModelConfig | None = None) -> Invent
         for (shard, file), count in sorted(counts.items())
         if count != lengths[file]
     ]
-    problems += _unlike_shard_0(path, sizes, _labels(described, expected, shards, model))
+    if described is None:  # otherwise checksums tell which of two files that differ is the damaged one
+        problems += _unlike_shard_0(path, sizes, _labels(expected, shards, model))
     if problems:
         raise DamagedError(
             f"{path} is not complete: {'; '.join(problems)}. Expected {shards} x {FILES} files: shard_0 to "
@@ -199,6 +200,11 @@ def _natural(label: str) -> list[str | int]:
 
 
 def _count_shards(path: str) -> int:
+    if not storage.can_list(path):
+        found = next(m for m in itertools.count() if not storage.exists(layout.shard_file(path, m, 0)))
+        if found == 0:
+            raise DamagedError(f"{path} holds no checkpoint step; expected shard_0/0.npz there")
+        return found
     names = storage.listdir(path)
     numbers = [int(name[6:]) for name in names if re.fullmatch(r"shard_\d+", name)]
     if numbers:
@@ -217,7 +223,7 @@ def _count_shards(path: str) -> int:
 
 def _open_all(path: str, shards: int, described: Manifest | None) -> tuple[dict[tuple[int, int], list[int]], list[str]]:
     """(shard, file) -> bytes of each array, of the files that can be opened; and what is wrong with the others."""
-    present = {shard: set(storage.listdir(storage.join(path, f"shard_{shard}"))) for shard in range(shards)}
+    present = {shard: _names(storage.join(path, f"shard_{shard}")) for shard in range(shards)}
     problems = []
 
     def look(place: tuple[int, int]) -> tuple[tuple[int, int], list[int] | str]:
@@ -248,6 +254,13 @@ def _open_all(path: str, shards: int, described: Manifest | None) -> tuple[dict[
     return sizes, problems
 
 
+def _names(shard_dir: str) -> set[str]:
+    """The files of a shard; all that are expected, where none can be listed and opening has to tell."""
+    if storage.can_list(shard_dir):
+        return set(storage.listdir(shard_dir))
+    return {f"{file}.npz" for file in range(FILES)}
+
+
 def _unlike_shard_0(path: str, sizes: dict[tuple[int, int], list[int]], labels: Sequence[str]) -> list[str]:
     """Arrays whose sizes differ from those of shard 0: all shards' parts are alike."""
     names = dict(zip(layout.places(len(labels)), labels, strict=True))
@@ -267,10 +280,8 @@ def _unlike_shard_0(path: str, sizes: dict[tuple[int, int], list[int]], labels: 
     return problems
 
 
-def _labels(described: Manifest | None, count: int, shards: int, model: ModelConfig | None) -> list[str]:
-    """The names of `count` leaves, by the manifest or the model; none where neither says."""
-    if described is not None:
-        return [leaf.name for leaf in described.leaves]
+def _labels(count: int, shards: int, model: ModelConfig | None) -> list[str]:
+    """The names of `count` leaves of the model; none where it is not known, or has another number."""
     if model is None:
         return []
     orders = [layout.state_leaves(model, shards, full) for full in (True, False)]

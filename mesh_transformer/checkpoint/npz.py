@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,8 @@ from mesh_transformer.checkpoint.damage import DamagedError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CHUNK = 4 << 20  # bytes of an array in flight at a time
+
+_END_RECORD = 22  # bytes at the end of an archive without a comment
 
 _CORRUPT = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError)
 
@@ -110,11 +114,14 @@ class NpzReader:
         try:
             self._file = storage.open_file(path, "rb")
         except storage.StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError) or type(error.__cause__).__name__ == "NotFound":
+            if storage.is_missing(error):
                 raise DamagedError(f"{path} is missing") from error
             raise
         try:
             with self._damage():
+                if not storage.can_list(path) and not _serves_ranges(self._file):
+                    self._file.close()
+                    self._file = _local_copy(storage.open_file(path, "rb"))
                 self.size = self._file.seek(0, os.SEEK_END)  # bytes
                 if self.size == 0:
                     raise DamagedError(f"{path} has 0 bytes")
@@ -178,6 +185,24 @@ class NpzReader:
             raise DamagedError(f"{self.path} is corrupt: {error}") from error
         except OSError as error:
             raise storage.StorageError(f"{self.path}: cannot read: {error}") from error
+
+
+def _serves_ranges(file: IO[bytes]) -> bool:
+    """Whether a file from a web server can be read from any place: its end then looks like a zip archive's."""
+    try:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _END_RECORD))
+        return file.read(4) == b"PK\5\6"
+    except OSError:  # and io.UnsupportedOperation, which is one
+        return False
+
+
+def _local_copy(file: IO[bytes]) -> IO[bytes]:
+    """A temporary file with the content of one that can only be read from front to back."""
+    copy = tempfile.TemporaryFile()
+    with file:
+        shutil.copyfileobj(file, copy, CHUNK)
+    return copy
 
 
 def _read_header(member: IO[bytes]) -> tuple[Header, bool]:

@@ -313,7 +313,7 @@ class CheckpointStore:
 def find_step(path: storage.PathLike) -> str:
     """The step folder that `path` names: itself, or the newest step of the model_dir that it is."""
     given = storage.normalise(path)
-    if storage.exists(storage.join(given, "shard_0")) or not storage.exists(storage.join(given, meta.NAME)):
+    if storage.exists(storage.join(given, "shard_0", "0.npz")) or not storage.exists(storage.join(given, meta.NAME)):
         return given
     store = CheckpointStore(given)
     return store.path(store.resolve("latest"))
