@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from mesh_transformer.data.records import RecordWriter  # noqa: E402
 
 SEQ, VOCAB, RECORDS_PER_FILE = 16, 64, 37  # files end in the middle of a step
 TIMES = ("time", "train/step_seconds", "train/steps_per_sec", "train/tokens_per_sec", "train/model_flops_per_sec")
-START_DEADLINE = 600.0  # seconds for a process to reach its first step
+DEADLINE = 900.0  # seconds for a process to reach the moment at which it is killed
 
 
 class FailedError(Exception):
@@ -133,33 +133,43 @@ def make_run(folder: Path, name: str, options: argparse.Namespace) -> Run:
     return run
 
 
-def kill_once(run: Run, moment: str, delay: float) -> str:
-    """Start the run, kill it `delay` seconds into `moment`, and check what is left. Returns when it was killed."""
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When to kill: `delay` seconds after the start, or after `lines` more lines of metrics (and, for `saving`, after
+    the next checkpoint begins to be written)."""
+
+    kind: str
+    lines: int
+    delay: float
+
+
+def kill_once(run: Run, moment: Moment) -> str:
+    """Start the run, kill it at a moment, and check what is left. Returns what it was doing then."""
     before = run.store.latest() or 0
-    lines, began = run.lines(), time.monotonic()
+    wanted = run.lines() + moment.lines
+    began = time.monotonic()
     process = run.start()
 
-    def wait_for(what: str) -> None:
-        while process.poll() is None and not {"training": lambda: run.lines() > lines, "saving": run.saving}[what]():
-            if time.monotonic() - began > START_DEADLINE:
+    def wait_until(happens: Callable[[], bool]) -> None:
+        while process.poll() is None and not happens():
+            if time.monotonic() - began > DEADLINE:
                 process.kill()
-                raise FailedError(f"no {what} within {START_DEADLINE:.0f} s; the log is {run.folder / 'log.txt'}")
+                raise FailedError(f"no progress in {DEADLINE:.0f} s; the log is {run.folder / 'log.txt'}")
             time.sleep(0.001)
 
-    if moment != "starting":
-        wait_for("training")
-    if moment == "saving":
-        wait_for("saving")
-    deadline = time.monotonic() + delay
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(min(0.001, delay))
-    caught = "saving" if run.saving() else moment
+    if moment.kind != "starting":
+        wait_until(lambda: run.lines() > wanted)
+    if moment.kind == "saving":
+        wait_until(run.saving)
+    end = time.monotonic() + moment.delay
+    wait_until(lambda: time.monotonic() >= end)
+    caught = "saving" if run.saving() else moment.kind
     process.kill()
     code = process.wait()
-    if code != -9:
-        if code != 0:
-            raise FailedError(f"the run ended with exit code {code}; its log is {run.folder / 'log.txt'}")
+    if code == 0:
         return "finished"
+    if code != -9:
+        raise FailedError(f"the run ended with exit code {code}; its log is {run.folder / 'log.txt'}")
     for step in run.store.steps():
         check_step(run.store.path(step))
     if (run.store.latest() or 0) < before:
@@ -193,13 +203,13 @@ def kill_and_compare(folder: Path, options: argparse.Namespace) -> str:
     print(f"undisturbed: {options.steps} steps in {seconds:.1f} s", flush=True)
     times = [json.loads(line)["time"] for line in (undisturbed.model_dir / "metrics.jsonl").read_text().splitlines()]
     training = times[-1] - times[0]
-    starting = seconds - training
-    # On average, two thirds of the run are over when the last kill comes.
-    longest = {"starting": starting, "training": 2 * training / options.kills, "saving": 0.2}
     caught: Counter[str] = Counter()
     while caught.total() < options.kills:
-        moment = rng.choices(["starting", "training", "saving"], [1, 2, 2])[0]
-        result = kill_once(killed, moment, rng.uniform(0, longest[moment]))
+        kind = rng.choices(["starting", "training", "saving"], [1, 2, 2])[0]
+        # On average, 60 % of the run are over when the last kill comes.
+        lines = int(rng.uniform(0, 1.2 * options.steps / options.kills))
+        longest = {"starting": seconds - training, "training": 2 * training / options.steps, "saving": 0.2}[kind]
+        result = kill_once(killed, Moment(kind, lines, rng.uniform(0, longest)))
         if result == "finished":
             raise FailedError(f"the run was over after {caught.total()} kills; raise --steps")
         caught[result] += 1
