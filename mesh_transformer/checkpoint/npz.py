@@ -7,9 +7,11 @@ headers cannot name, is stored as raw two-byte items, `|V2`. Every member carrie
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,7 @@ CHUNK = 4 << 20  # bytes of an array in flight at a time
 
 _END_RECORD = 22  # bytes at the end of an archive without a comment
 
+_PARSING = threading.Lock()
 _CORRUPT = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError)
 
 
@@ -206,9 +209,15 @@ def _local_copy(file: IO[bytes]) -> IO[bytes]:
 
 
 def _read_header(member: IO[bytes]) -> tuple[Header, bool]:
-    version = np.lib.format.read_magic(member)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(member)
+    start = member.read(np.lib.format.MAGIC_LEN)
+    length = member.read(2 if start[6:7] == b"\x01" else 4)
+    content = io.BytesIO(start + length + member.read(int.from_bytes(length, "little")))
+    # numpy parses headers with `ast`, and Python 3.11's raises SystemError when two threads are in it (python/cpython
+    # issue 106905). Reading stays outside, since it may have to wait for a network.
+    with _PARSING:
+        version = np.lib.format.read_magic(content)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(content)
     if dtype.kind == "V" and dtype.itemsize == 2:
         dtype = BFLOAT16
     if dtype.hasobject:
