@@ -67,7 +67,8 @@ def _pass(
         if not places:
             places = _places(archive, member, path, model)
         if member.shard not in shards:
-            shards[member.shard] = _Shard(step_dir, member.shard, places, dtype)
+            labels = [leaf.label for leaf in layout.state_leaves(model, 1, full=False)]
+            shards[member.shard] = _Shard(step_dir, member.shard, dict(zip(labels, places, strict=True)), dtype)
             stack.callback(shards[member.shard].abandon)
         shards[member.shard].add(member, path)
     lacking = [f"shard_{m}/{j}.npz" for m, each in sorted(shards.items()) for j in each.lacking()]
@@ -95,11 +96,13 @@ def _places(archive: Archive, member: Member, path: str, model: ModelConfig) -> 
 class _Shard:
     """One shard of the slim step, written front to back as its files come; `entries` describes what is written."""
 
-    def __init__(self, step_dir: str, shard: int, places: list[tuple[int, int]], dtype: np.dtype | None) -> None:
+    def __init__(
+        self, step_dir: str, shard: int, sources: dict[str, tuple[int, int]], dtype: np.dtype | None
+    ) -> None:  # fmt: skip
         self.entries: dict[str, FileEntry] = {}
         self._step_dir, self._shard, self._dtype = step_dir, shard, dtype
-        self._sources = places
-        self._targets = layout.places(len(places))
+        self._labels, self._sources = list(sources), list(sources.values())
+        self._targets = layout.places(len(sources))
         self._waiting: dict[int, str] = {}
         self._done = 0  # leaves
         self._writer: NpzWriter | None = None
@@ -132,8 +135,8 @@ class _Shard:
             storage.makedirs(storage.parent(path))
             self._writer = NpzWriter(path)
         writer, header = self._writer, reader.header(number)
-        dtype = self._dtype if self._dtype is not None and self._done < len(self._sources) - 1 else header.dtype
-        label = f"shard_{self._shard}: parameter {self._done}"
+        label = self._labels[self._done]
+        dtype = header.dtype if self._dtype is None or label == layout.STEP else self._dtype
         with storage.errors(writer.path, "write"):
             writer.add(Header(header.shape, dtype), (cast(rows, dtype, label) for _, rows in reader.pieces(number)))
             self._done += 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh_transformer import storage
-from mesh_transformer.checkpoint import manifest
+from mesh_transformer.checkpoint import layout, manifest
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config import Config, differences
@@ -129,6 +129,11 @@ def _newest_details(store: CheckpointStore) -> tuple[int, dict[str, Any]] | None
     for step in reversed(steps):
         try:
             found = manifest.read(store.path(step))
+            if found is not None and all(leaf.name != layout.COUNT for leaf in found.leaves):
+                raise CheckpointError(
+                    f"{store.path(step)} is slim: it holds no optimizer state, so its run cannot go on from it; choose "
+                    f"another model_dir, and begin at these weights with --tune-model-path {store.path(step)}"
+                )
             return step, found.details if found is not None else {}
         except DamagedError as error:
             damage = damage or error
