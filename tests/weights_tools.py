@@ -17,6 +17,7 @@ from mesh_transformer.state import OptimizerState, TrainState
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden"
 ARCHIVE = GOLDEN / "v1_rotary_mp4_f32" / "step_8.tar.zstd"  # full, trained on four shards
+assert len(jax.devices()) == 8  # JAX starts with them all, before a script asks for fewer
 VALUES = ("fresh", "trained", "equal", "zeros")
 
 
