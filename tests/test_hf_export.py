@@ -100,7 +100,7 @@ def test_float32_stays_bit_for_bit_and_the_source_type_is_recorded(tmp_path):
     found = convert(tmp_path / "step_8", config, tmp_path / "padded", dtype="fp32")
     assert (found.dtype, found.source_dtype) == ("float32", "float16")
     metadata = read_file(tmp_path / "padded/model.safetensors")[1]
-    assert metadata == {"format": "pt", "dtype": "float32", "source_dtype": "float16", "source_step": "7"}
+    assert metadata == {"format": "pt", "dtype": "float32", "source_dtype": "float16", "source_step": "8"}
     assert json.loads((tmp_path / "padded/config.json").read_text())["source_dtype"] == "float16"
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer import parameters, storage
+from mesh_transformer import storage
 from mesh_transformer.checkpoint import huggingface_config, huggingface_tokenizer, safetensors
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES, cast
 from mesh_transformer.checkpoint.convert import described
-from mesh_transformer.checkpoint.layout import StateLeaf
+from mesh_transformer.checkpoint.huggingface_tensors import Place, embedding_bias, places, transposed_rows
 from mesh_transformer.checkpoint.npz import CHUNK, Header
-from mesh_transformer.checkpoint.streaming import Weights, open_weights, tensor_leaves
+from mesh_transformer.checkpoint.streaming import Weights, open_weights
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from mesh_transformer.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -48,15 +48,6 @@ class Export:
     n_vocab: int
     dtype: str
     source_dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """One tensor of the export: the leaf it comes from, and its shape and dtype there."""
-
-    leaf: StateLeaf
-    kind: parameters.Kind
-    header: Header
 
 
 def convert(
@@ -90,13 +81,11 @@ def convert(
     extra = huggingface_tokenizer.files(vocabulary, n_vocab, settings.model.seq) if vocabulary else {}
     with open_weights(ckpt, settings.model) as weights:
         described(weights, settings)  # refuses weights of another model
-        targets = _targets(weights, n_vocab, target)
-        source = _source_dtype(weights, targets.values())
-        found = _write(folder, weights, targets, limit, source)
+        found = _write(folder, weights, places(weights.model, weights.shards, n_vocab), target, limit)
     huggingface_tokenizer.write(folder, extra)
     end = _end_of_text(settings, vocabulary, n_vocab)
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    hf = huggingface_config.to_hf(settings.model, n_vocab, end, target, source)
+    hf = huggingface_config.to_hf(settings.model, n_vocab, end, target, found.source_dtype)
     for name, body in ((huggingface_config.GENERATION_CONFIG, ends), (huggingface_config.CONFIG, hf)):
         storage.write_atomic(storage.join(folder, name), json.dumps(body, indent=2).encode())
     return found
@@ -144,26 +133,13 @@ def _end_of_text(config: Config, tokenizer: Tokenizer | None, n_vocab: int) -> i
     return GPT2_END if config.data.tokenizer == "gpt2" and n_vocab > GPT2_END else None
 
 
-def _targets(weights: Weights, n_vocab: int, dtype: np.dtype) -> dict[str, _Target]:
-    """Every tensor of the export by its name, in the order in which the files are cheapest to read."""
-    targets = {}
-    for leaf in tensor_leaves(weights.model, weights.shards):
-        if leaf.leaf is None or leaf.leaf.kind.hf_name is None:
-            continue
-        kind = leaf.leaf.kind
-        shape = tuple(n_vocab if axis == "vocab" else kind.sizes[axis] for axis in kind.axes)
-        header = Header(shape[::-1] if kind.hf_transposed else shape, dtype)
-        targets[leaf.leaf.kind.hf_name.replace("{i}", str(leaf.leaf.layer))] = _Target(leaf, kind, header)
-    return targets
+def _source_dtype(weights: Weights, places: Iterable[Place]) -> str:
+    return ", ".join(sorted({weights.dtype(place.leaf).name for place in places}))
 
 
-def _source_dtype(weights: Weights, targets: Iterable[_Target]) -> str:
-    return ", ".join(sorted({weights.dtype(target.leaf).name for target in targets}))
-
-
-def _write(folder: str, weights: Weights, targets: Mapping[str, _Target], limit: int, source: str) -> Export:
+def _write(folder: str, weights: Weights, places: Mapping[str, Place], dtype: np.dtype, limit: int) -> Export:
     """The files of weights, and their index where there are several."""
-    headers = {name: target.header for name, target in targets.items()}
+    headers = {name: Header(place.shape, dtype) for name, place in places.items()}
     total = sum(safetensors.byte_size(header) for header in headers.values())
     free = storage.free_bytes(folder)
     if free is not None and free < total + CHUNK:
@@ -173,17 +149,18 @@ def _write(folder: str, weights: Weights, targets: Mapping[str, _Target], limit:
         )
     runs = safetensors.split(headers, limit)
     files = dict(zip(safetensors.file_names(len(runs)), runs, strict=True))
+    source = _source_dtype(weights, places.values())
+    metadata = {"format": "pt", "dtype": dtype.name, "source_dtype": source, "source_step": str(weights.step)}
     storage.makedirs(folder)
-    dtype = next(iter(headers.values())).dtype.name
-    metadata = {"format": "pt", "dtype": dtype, "source_dtype": source, "source_step": str(weights.step)}
-    with _Reader(weights, targets) as reader, _removed_on_failure([storage.join(folder, file) for file in files]):
-        for file, run in files.items():
-            safetensors.write(storage.join(folder, file), run, reader.pieces, metadata)
+    paths = [storage.join(folder, file) for file in files]
+    with _Reader(weights, places, dtype) as reader, _removed_on_failure(paths):
+        for path, run in zip(paths, files.values(), strict=True):
+            safetensors.write(path, run, reader.pieces, metadata)
     if len(files) > 1:
         content = safetensors.index({file: list(run) for file, run in files.items()}, total, metadata)
         storage.write_atomic(storage.join(folder, safetensors.INDEX), content)
-    n_vocab = next(target.header.shape[0] for target in targets.values() if target.kind.module == parameters.EMBEDDING)
-    return Export(folder, tuple(files), total, len(headers), n_vocab, dtype, source)
+    n_vocab = next(place.shape[0] for place in places.values() if place.embedding)
+    return Export(folder, tuple(files), total, len(headers), n_vocab, dtype.name, source)
 
 
 @contextlib.contextmanager
@@ -200,51 +177,46 @@ def _removed_on_failure(paths: Iterable[str]) -> Iterator[None]:
 class _Reader:
     """Tensors in the form of the export. One is read ahead while another is cast and written: two at most exist."""
 
-    def __init__(self, weights: Weights, targets: Mapping[str, _Target]) -> None:
-        self._weights, self._targets = weights, targets
-        self._following = dict(zip(targets, [*list(targets)[1:], None], strict=False))
+    def __init__(self, weights: Weights, places: Mapping[str, Place], dtype: np.dtype) -> None:
+        self._weights, self._places, self._dtype = weights, places, dtype
+        self._following = dict(zip(places, [*list(places)[1:], None], strict=True))
         self._pool = ThreadPoolExecutor(1)
-        self._ahead = {name: self._pool.submit(self._read, name) for name in list(targets)[:1]}
+        self._ahead = {name: self._pool.submit(self._read, name) for name in list(places)[:1]}
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """A tensor's rows in order, a few MB at a time; the tensors have to be asked for in order."""
-        target = self._targets[name]
+        """A tensor's rows in order, some MB at a time; the tensors have to be asked for in order."""
+        place, dtype = self._places[name], self._dtype
         value, bias = self._ahead.pop(name).result()
         following = self._following[name]
         if following is not None:
             self._ahead[following] = self._pool.submit(self._read, following)
-        if target.kind.hf_transposed:
-            value = value.T
-        logger.debug("%s %s %s from %s %s", name, list(target.header.shape), target.header.dtype, target.leaf.label,
-                     value.dtype)  # fmt: skip
-        # Rows that the tokenizer has no token for lie at the end.
-        rows = target.header.shape[0]
-        step = max(1, CHUNK // (4 * max(1, int(np.prod(target.header.shape[1:], dtype=np.int64)))))
-        for start in range(0, rows, step):
-            part = value[start : min(start + step, rows)]
+        logger.debug("%s %s %s from %s %s", name, list(place.shape), dtype, place.leaf.label, value.dtype)
+        label = f"{name} (from {place.leaf.label})"
+        # Of a trimmed vocabulary the last rows are left out.
+        for start in range(0, place.shape[0], step := _rows_of(place.shape)):
+            stop = min(start + step, place.shape[0])
+            part = transposed_rows(value, start, stop) if place.kind.hf_transposed else value[start:stop]
             if bias is not None:
                 part = part.astype(np.float32) + bias[None, :]
-            yield cast(part, target.header.dtype, f"{name} (from {target.leaf.label})")
+            yield cast(part, dtype, label)
 
     def _read(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
         """A leaf's value, and for the embedding, what has to be added to its rows."""
-        target = self._targets[name]
-        bias = None
-        if target.kind.module == parameters.EMBEDDING:
-            found = self._weights.read(self._embedding_bias()).value.astype(np.float32)
+        place, bias = self._places[name], None
+        if place.embedding:
+            leaf = embedding_bias(self._weights.model, self._weights.shards)
+            found = self._weights.read(leaf).value.astype(np.float32)
             bias = found if found.any() else None  # adding zero would turn -0.0 into 0.0
-        return self._weights.read(target.leaf).value, bias
-
-    def _embedding_bias(self) -> StateLeaf:
-        leaves = tensor_leaves(self._weights.model, self._weights.shards)
-        return next(leaf for leaf in leaves if leaf.leaf is not None and huggingface_config.merged(leaf.leaf.kind))
+        return self._weights.read(place.leaf).value, bias
 
     def __enter__(self) -> _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for ahead in self._ahead.values():
-            with contextlib.suppress(Exception):  # the error that ended the export says more
-                ahead.cancel() or ahead.exception()
         self._ahead.clear()
+
+
+def _rows_of(shape: tuple[int, ...]) -> int:
+    """How many rows of a tensor are a piece."""
+    return max(1, CHUNK // (4 * int(np.prod(shape[1:], dtype=np.int64))))

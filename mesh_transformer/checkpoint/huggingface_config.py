@@ -10,6 +10,7 @@ import numpy as np
 
 from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint.damage import DamagedError
+from mesh_transformer.checkpoint.huggingface_tensors import merged
 from mesh_transformer.config import Config
 from mesh_transformer.config_groups import ModelConfig
 from mesh_transformer.errors import CheckpointError
@@ -45,11 +46,6 @@ def check_expressible(config: Config) -> None:
             f"this model cannot be written as Hugging Face's GPT-J: {'; '.join(reasons)}. Only models with pe 'rotary' "
             "and norm 'layernorm' can; nothing was read or written"
         )
-
-
-def merged(kind: parameters.Kind) -> bool:
-    """Whether GPT-J has the kind inside another: the embedding's bias is in every row of its matrix."""
-    return kind.path == (parameters.EMBEDDING, "b")
 
 
 def to_hf(model: ModelConfig, n_vocab: int, end: int | None, dtype: np.dtype, source_dtype: str) -> dict[str, Any]:

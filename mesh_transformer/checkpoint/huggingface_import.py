@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer import parameters, storage
-from mesh_transformer.checkpoint import huggingface_config, layout
+from mesh_transformer.checkpoint import huggingface_config, huggingface_tensors, layout
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES
 from mesh_transformer.checkpoint.huggingface_files import TensorFiles
-from mesh_transformer.checkpoint.layout import StateLeaf
+from mesh_transformer.checkpoint.huggingface_tensors import transposed_rows
 from mesh_transformer.checkpoint.publish import destination, write_weights
 from mesh_transformer.checkpoint.streaming import Tensor, tensor_leaves
 from mesh_transformer.config import Config, load_config
@@ -32,7 +32,6 @@ _NEVER = -1e4
 # What the original's fine-tuning example has; the data are the user's.
 _TRAINING = {"train_set": "text.train.index", "epochs": 1, "lr": 5e-5, "end_lr": 1e-5, "weight_decay": 0.1}
 _TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
-_EMBEDDING = "transformer.wte.weight"
 _AGREED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "pe_rotary_dims")
 
 
@@ -86,7 +85,7 @@ def from_hf(
         _check(files, config, rows)
         mine = config.agreement()
         details = {"config": config.to_dict(), "agreement": {key: mine[key] for key in _AGREED}, "source": source}
-        tensors = _tensors(files, config, FLOAT_TYPES[dtype] if dtype else None)
+        tensors = _tensors(files, config, rows, FLOAT_TYPES[dtype] if dtype else None)
         path = write_weights(target, config.model, shards, tensors, {layout.STEP: step}, details)
     for name, body in tokenizer.items():
         storage.write_atomic(storage.join(model_dir, name), body)
@@ -115,19 +114,11 @@ def _tokenizer_path(model_dir: str, files: Mapping[str, bytes]) -> str:
     return storage.join(folder, *files) if len(files) == 1 else folder
 
 
-def _names(config: Config) -> dict[str, StateLeaf]:
-    """Every tensor of the Hugging Face model -> the leaf that it becomes."""
-    return {
-        leaf.leaf.kind.hf_name.replace("{i}", str(leaf.leaf.layer)): leaf
-        for leaf in tensor_leaves(config.model, config.mesh.cores_per_replica)
-        if leaf.leaf is not None and leaf.leaf.kind.hf_name is not None
-    }
-
-
 def _check(files: TensorFiles, config: Config, rows: int) -> None:
     """Raises CheckpointError listing every tensor that is missing, unknown, or of another shape or type."""
     found = {name: header for name, header in files.headers.items() if not _BUFFER.fullmatch(name)}
-    expected = {name: _hf_shape(leaf, rows) for name, leaf in _names(config).items()}
+    places = huggingface_tensors.places(config.model, config.mesh.cores_per_replica, rows)
+    expected = {name: place.shape for name, place in places.items()}
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is not a tensor of GPT-J" for name in found if name not in expected]
     for name in expected.keys() & found.keys():
@@ -144,24 +135,22 @@ def _check(files: TensorFiles, config: Config, rows: int) -> None:
         )
 
 
-def _hf_shape(leaf: StateLeaf, rows: int) -> tuple[int, ...]:
-    kind = leaf.leaf.kind  # type: ignore[union-attr]
-    shape = tuple(rows if axis == "vocab" else kind.sizes[axis] for axis in kind.axes)
-    return shape[::-1] if kind.hf_transposed else shape
-
-
-def _tensors(files: TensorFiles, config: Config, dtype: np.dtype | None) -> Iterator[Tensor]:
+def _tensors(files: TensorFiles, config: Config, rows: int, dtype: np.dtype | None) -> Iterator[Tensor]:
     """The leaves in the published order."""
-    names = {leaf.label: name for name, leaf in _names(config).items()}
+    shards = config.mesh.cores_per_replica
+    places = huggingface_tensors.places(config.model, shards, rows)
+    of_leaf = {place.leaf.label: name for name, place in places.items()}
+    embedding = next(name for name, place in places.items() if place.embedding)
     headers = files.headers
-    for leaf in tensor_leaves(config.model, config.mesh.cores_per_replica):
+    for leaf in tensor_leaves(config.model, shards):
         kind = leaf.leaf.kind  # type: ignore[union-attr]
-        if leaf.label in names:
-            value = files.read(names[leaf.label])
-            value = _padded(value.T if kind.hf_transposed else value, kind)
-        else:  # the embedding's bias, in the type of the embedding
-            value = np.zeros(kind.layer_shape, headers[_EMBEDDING].dtype)
-        yield Tensor(leaf, value, dtype or value.dtype)
+        if huggingface_tensors.merged(kind):
+            value = np.zeros(kind.layer_shape, headers[embedding].dtype)
+        else:
+            value = files.read(of_leaf[leaf.label])
+            if kind.hf_transposed:
+                value = transposed_rows(value, 0, value.shape[1])
+        yield Tensor(leaf, _padded(value, kind), dtype or value.dtype)
 
 
 def _padded(value: np.ndarray, kind: parameters.Kind) -> np.ndarray:
