@@ -193,8 +193,11 @@ def test_wrong_inputs_say_what_was_expected(tmp_path):
     convert(tmp_path / "runs/step_7", config, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="expected a folder with shard_0"):
         convert(tmp_path / "missing", config, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="expected shard_0, shard_1"):
-        convert(tmp_path / "hf", config, tmp_path / "out")
+    for wrong in ("hf", "runs/step_7/shard_0"):
+        with pytest.raises(CheckpointError, match="expected shard_0, shard_1"):
+            convert(tmp_path / wrong, config, tmp_path / "out")
+    with pytest.raises((CheckpointError, StorageError), match=r"shard_0/0\.npz"):
+        convert(tmp_path / "runs/step_7/shard_0/0.npz", config, tmp_path / "out")
     with pytest.raises(CheckpointError, match="n_vocab 128 in the config, 64 in the checkpoint"):
         convert(tmp_path / "runs/step_7", config_of(n_vocab=128), tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds a model already"):

@@ -73,6 +73,9 @@ def test_config_and_tokenizer_come_along(tmp_path, model):
     assert found.data.tokenizer == done.tokenizer == f"{tmp_path}/back/tokenizer.json"
     text = prose(50, 3)
     assert load_tokenizer(done.tokenizer).encode(text) == tokenizer().encode(text)
+    # S14: without fillers its size tells sampling which rows of the vocabulary never to draw.
+    assert load_tokenizer(done.tokenizer).vocab_size == 300
+    assert load_tokenizer(done.tokenizer).hash == tokenizer().hash, "training's check of the tokenizer would warn"
     assert {tensor.dtype.name for tensor in values_of(tmp_path / "back").values()} == {"bfloat16"}
 
 

@@ -17,6 +17,7 @@ from mesh_transformer.checkpoint import huggingface_config, huggingface_tensors,
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES
 from mesh_transformer.checkpoint.huggingface_files import TensorFiles
 from mesh_transformer.checkpoint.huggingface_tensors import transposed_rows
+from mesh_transformer.checkpoint.huggingface_tokenizer import without_fillers
 from mesh_transformer.checkpoint.publish import destination, write_weights
 from mesh_transformer.checkpoint.streaming import Tensor, tensor_leaves
 from mesh_transformer.config import Config, load_config
@@ -106,7 +107,10 @@ def _tokenizer(source: str) -> dict[str, bytes]:
     """The files of the folder's tokenizer, none if it has none."""
     present = set(storage.listdir(source))
     names = next((names for names in _TOKENIZERS if present.issuperset(names)), ())
-    return {name: storage.read_bytes(storage.join(source, name)) for name in names}
+    files = {name: storage.read_bytes(storage.join(source, name)) for name in names}
+    for name in files.keys() & {"tokenizer.json"}:
+        files[name] = without_fillers(files[name], storage.join(source, name))
+    return files
 
 
 def _tokenizer_path(model_dir: str, files: Mapping[str, bytes]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from mesh_transformer import storage
+from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import DataError
 
 # The names that GPT-J's own tokenizer files give to the rows behind GPT-2's tokens.
 FILLER = "<|extratoken_{number}|>"
+_FILLER = re.compile(r"<\|extratoken_\d+\|>")
 
 
 def files(tokenizer: Tokenizer, n_vocab: int, seq: int) -> dict[str, bytes]:
@@ -33,6 +36,20 @@ def files(tokenizer: Tokenizer, n_vocab: int, seq: int) -> dict[str, bytes]:
         "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
         "special_tokens_map.json": json.dumps(special, indent=2).encode(),
     }
+
+
+def without_fillers(content: bytes, path: str) -> bytes:
+    """A tokenizer.json without fillers, so that its size tells sampling which rows have no token.
+
+    Raises DamagedError where it is no tokenizers JSON.
+    """
+    try:
+        body = json.loads(content)
+        kept = [token for token in body["added_tokens"] if not _FILLER.fullmatch(token["content"])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path} is not a tokenizers JSON file ({error!r}); copy it again") from error
+    body["added_tokens"] = kept
+    return json.dumps(body, ensure_ascii=False, indent=2).encode()
 
 
 def _filled(tokenizer: Tokenizer, n_vocab: int) -> str:
