@@ -10,8 +10,10 @@ import time
 
 import numpy as np
 import pytest
+from conftest import tiny
 from data_tools import number_files, numbered, read_numbers, write_index, write_records
 
+from mesh_transformer.config import load_config, resolve_epochs
 from mesh_transformer.data import sidecar
 from mesh_transformer.data.loader import RecordLoader
 from mesh_transformer.data.permutation import Permutation
@@ -37,17 +39,45 @@ def test_obs_and_target_are_the_record_shifted_by_one(tmp_path):
     assert batch["target"].tolist() == [[[2, 3, 4, 5], [7, 8, 9, 10]], [[12, 13, 14, 15], [17, 18, 19, 20]]]
 
 
-def test_batches_span_files_and_only_an_epochs_end_is_dropped(tmp_path, caplog):
+def test_batches_span_files_and_epochs_and_only_the_very_end_is_dropped(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     index = number_files(tmp_path, [3, 3])
     with open_loader(index, epochs=1) as loader:
         assert [batch["obs"][:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
-    assert "left out" not in caplog.text
     index = number_files(tmp_path, [3, 4])
     with open_loader(index, epochs=2) as loader:
-        assert read_numbers(loader) == [0, 1, 2, 3, 4, 5] * 2
-        assert loader.records_consumed == 12
+        assert read_numbers(loader) == [0, 1, 2, 3, 4, 5, 6] * 2
+        assert loader.records_consumed == 14
+    assert "left out" not in caplog.text
+    with open_loader(index, epochs=1) as loader:
+        assert read_numbers(loader) == [0, 1, 2, 3, 4, 5]
     assert "end of epoch 0: 1 records did not fill a batch and were left out" in caplog.text
+
+
+def test_epochs_become_as_many_steps_as_they_fill(tmp_path):
+    """What `resolve_epochs` promises of the loader: all passes, and the last step alone may begin another."""
+    config = load_config(tiny(seq=4, per_replica_batch=2, epochs=3, total_steps=None))
+    index = number_files(tmp_path, [3, 4])
+    steps = resolve_epochs(config, 7, dp=2).run.total_steps
+    assert steps == 6
+    with open_loader(index, (1, 4), shuffle=True) as loader:
+        before = read_numbers(loader, steps - 1)
+        assert loader.position["epoch"] == 2
+        counts = np.bincount(before + read_numbers(loader, 1)[:1])
+    assert counts.tolist() == [3] * 7
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_resume_inside_a_batch_that_spans_epochs(tmp_path, shuffle):
+    """With another batch size, so that the new run's batches lie across the epoch's end in another way."""
+    index = number_files(tmp_path, [3, 4])
+    with open_loader(index, (1,), shuffle=shuffle, epochs=3) as loader:
+        order = read_numbers(loader)
+    with open_loader(index, (4,), shuffle=shuffle) as loader:
+        first = read_numbers(loader, 2)
+        assert (loader.position["epoch"], loader.position["epoch_records"]) == (1, 1)
+        with open_loader(index, (5,), shuffle=shuffle, position=saved(loader)) as resumed:
+            assert first + read_numbers(resumed, 2) == order[:18]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -45,21 +45,24 @@ class BatchStream:
             )
 
     def batches_from(self, at: Position) -> Iterator[tuple[Batch, Position]]:
-        """Each batch from a position on, with the position after it."""
+        """Each batch from a position on, with the position after it.
+
+        A batch that an epoch's end leaves unfilled is filled from the next; only behind the last epoch is it dropped.
+        """
+        rows: list[Row] = []
         while self.epochs is None or at.epoch < self.epochs:
-            whole_epoch = at.epoch_records == 0
-            rows: list[Row] = []
+            begun_here = at.epoch_records == 0
             for row, after in self._epoch(at):
+                at = after
                 rows.append(row)
                 if len(rows) == self.size:
-                    at = after
                     yield self._assemble(rows), at
                     rows = []
-            if whole_epoch and at.epoch_records == 0:
-                self.require(len(rows))
-            if rows:
-                _LOG.info("end of epoch %d: %d records did not fill a batch and were left out", at.epoch, len(rows))
+            if begun_here:
+                self.require(at.epoch_records)
             at = at.next_epoch()
+        if rows:
+            _LOG.info("end of epoch %d: %d records did not fill a batch and were left out", at.epoch - 1, len(rows))
 
     def _epoch(self, at: Position) -> Iterator[tuple[Row, Position]]:
         """The rest of an epoch's records, each with the position after it."""

@@ -1,7 +1,7 @@
 """The loader that training and validation read: batches of token ids from record files, stoppable at any record.
 
-Batches run across file boundaries; what is left at the end of an epoch and does not fill a batch is dropped, and
-logged. A position costs no replay: the loader seeks to the record.
+Batches run across the ends of files and of epochs, so that every record is used equally often; what does not fill a
+batch at the end of the last epoch is dropped, and logged. A position costs no replay: the loader seeks to the record.
 """
 
 from __future__ import annotations
