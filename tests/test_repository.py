@@ -262,6 +262,15 @@ def test_links_lead_somewhere(page):
             assert (page.parent / link).exists(), f"{page}: {link} does not exist"
 
 
+def test_readme_lists_every_script_and_docs_every_page():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Scripts")[1].split("## ")[0]
+    assert set(re.findall(r"`([\w/]+\.py)`", table)) == {str(path.relative_to(ROOT)) for path in SCRIPTS}
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - set(re.findall(r"\]\((\S+)\)", index)) == {
+        "README.md"
+    }
+
+
 def test_faithfulness_names_tests_that_exist():
     page = (ROOT / "docs/faithfulness.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", page)
