@@ -76,13 +76,17 @@ class Config:
         """What two runs must share for one to resume the other, flat.
 
         dp: adds the sequences of one update, however they are split over A, per_replica_batch and dp.
-        tokenizer: its hash; without one, the last part of its path or name, since folders may differ.
+        tokenizer: the hash of the one that made the data; without one, the last part of the config's tokenizer's path
+            or name, since folders may differ. A hash and a name are not compared with each other.
         data: the training data's fingerprint; without one, nothing is said about the data.
         """
         flat = self.to_dict()
         agreed = {key: flat[key] for key, spec in SPECS.items() if spec.agrees}
         agreed["version"] = self.version
-        agreed["tokenizer"] = tokenizer or PurePosixPath(self.data.tokenizer).name
+        if tokenizer is not None:
+            agreed["tokenizer_hash"] = tokenizer
+        else:
+            agreed["tokenizer"] = PurePosixPath(self.data.tokenizer).name
         if self.model.norm == "layernorm-desync":  # each shard has its own norm, so the mesh is part of the model
             agreed["cores_per_replica"] = self.mesh.cores_per_replica
         if dp is not None:
@@ -218,13 +222,6 @@ def mesh_notice(config: Config, n_devices: int) -> str | None:
     return f"note: tpu_size is {config.mesh.tpu_size}, but {n_devices} devices are used"
 
 
-def check_batch(n_sequences: int, dp: int) -> int:
-    """Sequences of one replica in a batch of `n_sequences`. Raises ConfigError where replicas would differ."""
-    if n_sequences % dp:
-        raise ConfigError(f"a batch of {n_sequences} sequences must be divisible by dp ({dp}), so that replicas agree")
-    return n_sequences // dp
-
-
 def check_training(config: Config) -> None:
     """Raises ConfigError for what is sound without an optimizer and is not in training."""
     lost = (
@@ -240,8 +237,6 @@ def check_training(config: Config) -> None:
         problems.append("bf16_optimizer cannot be used in training: " + lost.format("Adam moments", "moment"))
     if config.run.eval_only:
         problems.append("eval_only loads no optimizer, so nothing can be trained; set it to false")
-    if config.run.total_steps is None:
-        problems.append(f"epochs ({config.data.epochs:g}) is not resolved to total_steps yet: resolve_epochs first")
     if problems:
         name = config.source or "config"
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer.config import GROUPS, SPECS, check_batch, check_mesh, differences, load_config, resolve_epochs
+from mesh_transformer.config import GROUPS, SPECS, check_mesh, differences, load_config, resolve_epochs
 from mesh_transformer.config_fields import REQUIRED, fields_of
 from mesh_transformer.errors import ConfigError
 
@@ -178,10 +178,9 @@ def test_epochs_leave_a_given_schedule_and_total_steps_alone():
     assert resolve_epochs(config, 100, 1) == config
 
 
-def test_mesh_and_batches_that_fit():
+def test_meshes_that_fit():
     config = load_config(REFERENCE)
     assert [check_mesh(config, n) for n in (4, 8, 12)] == [(1, 4), (2, 4), (3, 4)]
-    assert check_batch(12, 4) == 3
 
 
 def test_agreement_ignores_what_may_differ():
@@ -216,8 +215,9 @@ def test_agreement_notices(key):
 def test_agreement_on_hashes_and_on_the_mesh_of_desynchronised_norms():
     config = load_config(REFERENCE)
     assert differences(config.agreement(tokenizer="a", data="b"), config.agreement(tokenizer="c", data="b")) == [
-        "tokenizer was 'a' in the run and is 'c' in this config"
+        "tokenizer_hash was 'a' in the run and is 'c' in this config"
     ]
+    assert differences(config.agreement(tokenizer="a"), config.agreement()) == []
     assert len(differences(config.agreement(data="b"), config.agreement(data="c"))) == 1
     desync = [load_config({**REFERENCE, "norm": "layernorm-desync", "cores_per_replica": m}) for m in (2, 4)]
     assert len(differences(desync[0].agreement(), desync[1].agreement())) == 1

@@ -4,10 +4,12 @@ import shutil
 import sys
 
 import pytest
-from training_tools import PER_STEP, Run, make_data, straight_run
+from training_tools import PER_STEP, Run, S, make_data, straight_run, write_file
 
 from mesh_transformer import CausalTransformer, load_config
+from mesh_transformer.data import sidecar
 from mesh_transformer.optimizer import schedule
+from mesh_transformer.training import local
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,8 @@ def test_other_data_are_refused_unless_reset(straight, data, tmp_path, capsys):
     assert run(total_steps=7, train_set="other.index") == 2
     assert "--reset-data" in capsys.readouterr().err
     assert run("--reset-data", total_steps=7, train_set="other.index") == 0
-    assert run.store.aux(7)["train_loader"]["records"] == PER_STEP
+    position = run.store.aux(7)["train_loader"]
+    assert (position["records"], position["epoch_records"]) == (7 * PER_STEP, PER_STEP)
     assert run.lines[-1]["sequences_processed"] == 7 * PER_STEP
     # From then on those are the run's data.
     assert run(total_steps=8, train_set="other.index") == 0
@@ -107,6 +110,32 @@ def test_what_cannot_work_is_said_before_weights_are_drawn(data, tmp_path, monke
         assert run(*more, **keys) == 2, expected
         assert expected in capsys.readouterr().err
         assert not run.model_dir.exists()
+
+
+def test_a_config_that_cannot_be_trained_is_refused_before_devices_start(data, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise AssertionError("devices were started")
+
+    monkeypatch.setattr(local, "choose_platform", refuse)
+    run = Run(tmp_path / "run", data, epochs=1, total_steps=None)
+    assert run(early_cast=True, bf16_optimizer=True) == 2
+    message = capsys.readouterr().err
+    assert "early_cast cannot be used in training" in message and "bf16_optimizer cannot" in message
+    assert run("--version", "2") == 2
+
+
+def test_data_of_another_tokenizer_are_refused_even_after_a_reset(straight, data, tmp_path, capsys):
+    run = Run(tmp_path / "run", data)
+    for name, hash_ in (("one", "1" * 32), ("two", "2" * 32)):
+        path = data / f"{name}.tfrecords"
+        write_file(path, 12, 3)
+        sidecar.write(str(path), {"bytes": path.stat().st_size, "records": 12, "seq": S, "tokenizer_hash": hash_})
+        (data / f"{name}.index").write_text(f"{name}.tfrecords\n")
+    assert run(total_steps=1, train_set="one.index") == 0
+    assert run("--reset-data", total_steps=2, train_set="two.index") == 2
+    assert f"tokenizer_hash was '{'1' * 32}' in the run and is '{'2' * 32}'" in capsys.readouterr().err
+    # Data that do not tell their tokenizer are compared by nothing.
+    assert run("--reset-data", total_steps=2) == 0
 
 
 def test_epochs_are_resolved_from_the_records(data, tmp_path, capsys):

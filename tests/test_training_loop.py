@@ -4,12 +4,13 @@ import json
 import logging
 import math
 import signal
+import time
 
 import numpy as np
 import pytest
 
 from mesh_transformer.config import load_config
-from mesh_transformer.errors import DataError, NonFiniteError, StorageError
+from mesh_transformer.errors import ConfigError, DataError, NonFiniteError, StorageError
 from mesh_transformer.training.loop import Ending, Hardware, TrainingLoop
 from mesh_transformer.training.periods import is_due
 from mesh_transformer.training.run_state import RunState
@@ -114,12 +115,14 @@ def config_of(**keys):
     )  # fmt: skip
 
 
-def train(executor, data=None, run=None, saved=False, tracker=None, stop=None, validation=None, **keys):
+def train(
+    executor, data=None, run=None, saved=False, tracker=None, stop=None, validation=None, clock=time.monotonic, **keys
+):
     data, run = data or Numbers(), run or RunState("r")
     with Watchdog() as watchdog, stop or StopRequest() as entered:
         loop = TrainingLoop(
             config_of(**keys), executor, data, run, saved=saved, hardware=Hardware("cpu", 1), stop=entered,
-            watchdog=watchdog, validation=validation, trackers=[tracker] if tracker else [],
+            watchdog=watchdog, validation=validation, trackers=[tracker] if tracker else [], clock=clock,
         )  # fmt: skip
         return loop.run(), loop.run_state
 
@@ -284,6 +287,36 @@ def test_what_saving_meets_ends_the_run():
 def test_data_that_end_early_say_so():
     with pytest.raises(DataError, match="ended after 24 sequences at step 3 of 10"):
         train(Descent(), Numbers(end=3))
+
+
+def test_epochs_have_to_be_resolved_before():
+    with pytest.raises(ConfigError, match="total_steps is not known yet"):
+        train(Descent(), total_steps=None, epochs=2)
+
+
+def test_the_time_of_a_step_has_the_wait_for_its_data_and_not_the_hooks():
+    now = [0.0]
+
+    class Slow(Numbers):
+        def __next__(self):
+            now[0] += 2.0
+            return super().__next__()
+
+    class Timed(Descent):
+        def evaluate(self, batch):
+            now[0] += 100.0
+            return super().evaluate(batch)
+
+        def save(self, *arguments):
+            now[0] += 100.0
+            super().save(*arguments)
+
+    tracker = Lines()
+    train(
+        Timed(), Slow(), tracker=tracker, validation=Validation({"v": val_batches(1)}), clock=lambda: now[0],
+        val_every=1, ckpt_every=1, total_steps=6,
+    )  # fmt: skip
+    assert [metrics["train/step_seconds"] for _, metrics in tracker.lines] == [2.0] * 6
 
 
 def test_logging_period():

@@ -45,8 +45,13 @@ def _is_empty(index_path: str) -> bool:
     return not any(has_record(path) for path in read_index(index_path))
 
 
-def open_training(config: Config, dp: int, position: Mapping[str, Any] | None) -> RecordLoader:
-    """Training batches [A, B, S] from `position` on, without end, read ahead by a thread."""
+def open_training(
+    config: Config, dp: int, position: Mapping[str, Any] | None, reset_data: bool = False
+) -> RecordLoader:
+    """Training batches [A, B, S] from `position` on, without end, read ahead by a thread.
+
+    `reset_data`: from the beginning of the data, whichever they are; of `position` only the count of records is kept.
+    """
     mesh = config.mesh
     return RecordLoader(
         config.data.train_path,
@@ -56,6 +61,7 @@ def open_training(config: Config, dp: int, position: Mapping[str, Any] | None) -
         position=dict(position) if position is not None else None,
         shuffle=config.data.shuffle,
         seed=config.run.seed,
+        reset_data=reset_data,
     )
 
 
@@ -72,10 +78,12 @@ class ValidationSet:
         self._loader: RecordLoader | None = None
 
     def __call__(self) -> Iterator[Batch]:
-        if self._batches == 0 or _is_empty(self._path):
+        if self._batches == 0:
             return
         model = self._config.model
         if self._loader is None:
+            if _is_empty(self._path):
+                return
             self._loader = RecordLoader(self._path, (1,), model.seq, model.n_vocab, epochs=1, prefetch=2 * self._rows)
         else:
             self._loader.rewind()

@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint import inventory, layout
 from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.config import Config, check_training, load_config, mesh_notice, resolve_epochs
+from mesh_transformer.data.loader import RecordLoader
 from mesh_transformer.data.record_set import RecordSet
 from mesh_transformer.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_USER, ConfigError, NonFiniteError
 from mesh_transformer.mesh import DP, MP, choose_platform, describe, find_devices, make_mesh
@@ -74,6 +75,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         config = load_config(request.config)
         if request.version is not None:
             config = dataclasses.replace(config, version=request.version)
+        check_training(config)
         with watchdog.phase("looking at the data files"):
             records = data_sets.check_data(config)
         stack.callback(records.close)
@@ -82,8 +84,8 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
             _check_places(request, config, store)
         config, mesh = _start_devices(request, config, records)
         begin = start.choose(
-            store, config, dp=mesh.shape[DP], fingerprint=records.fingerprint, tune_path=request.tune_model_path,
-            new=request.new, reset_data=request.reset_data,
+            store, config, dp=mesh.shape[DP], fingerprint=records.fingerprint, tokenizer=records.tokenizer_hash,
+            tune_path=request.tune_model_path, new=request.new, reset_data=request.reset_data,
         )  # fmt: skip
         if begin.finished:
             logger.info(
@@ -129,7 +131,6 @@ def _start_devices(request: Request, config: Config, records: RecordSet) -> tupl
         epochs, count = config.data.epochs, records.count
         config = resolve_epochs(config, count, mesh.shape[DP])
         logger.info("%g epochs of %d sequences: total_steps %d", epochs, count, config.run.total_steps)
-    check_training(config)
     return config, mesh
 
 
@@ -178,7 +179,7 @@ class _Session:
         trackers.check_packages(self._config)
         network, _, position = self._first_state(self._run_id())
         with contextlib.ExitStack() as stack:
-            data = stack.enter_context(data_sets.open_training(self._config, self._mesh.shape[DP], position))
+            data = stack.enter_context(self._open_training(position))
             executor = NetworkExecutor(network, self._store, self._config, self._begin.agreement)
             validation = data_sets.open_validation(self._config, self._mesh.shape[DP], stack.callback)
             began = time.monotonic()
@@ -203,7 +204,7 @@ class _Session:
         return TrainingLoop(
             config,
             NetworkExecutor(network, self._store, config, self._begin.agreement),
-            stack.enter_context(data_sets.open_training(config, dp, position)),
+            stack.enter_context(self._open_training(position)),
             run,
             saved=self._begin.origin is Origin.RESUME,
             hardware=Hardware(device.device_kind, self._mesh.size),
@@ -213,6 +214,9 @@ class _Session:
             trackers=opened,
             progress=stack.enter_context(Progress(run.step, int(config.run.total_steps or 0))),
         )
+
+    def _open_training(self, position: Mapping[str, object] | None) -> RecordLoader:
+        return data_sets.open_training(self._config, self._mesh.shape[DP], position, self._request.reset_data)
 
     def _delete_old(self) -> None:
         left = self._store.delete_own()
@@ -268,10 +272,10 @@ class _Session:
         run = start.restored_run(
             restored.aux, restored.step, config.sequences_per_step(dp), config.tokens_per_step(dp), run_id
         )
-        position = None if reset else restored.aux.get("train_loader") or None
+        position = restored.aux.get("train_loader") or None
         logger.info(
             "resuming %s at step %d of %d%s", self._store.model_dir, restored.step, config.run.total_steps,
-            ", at the beginning of train_set" if position is None else "",
+            ", at the beginning of train_set" if reset or position is None else "",
         )  # fmt: skip
         return network, run, position
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mesh_transformer.config import Config
-from mesh_transformer.errors import DataError, NonFiniteError
+from mesh_transformer.errors import ConfigError, DataError, NonFiniteError
 from mesh_transformer.training import throughput
 from mesh_transformer.training.executor import Batch, Executor
 from mesh_transformer.training.noise import NoiseScale
@@ -103,7 +103,9 @@ class TrainingLoop:
         self._progress = progress
         self._clock = clock
         self._noise = NoiseScale(config.run.noise_scale_alpha, run.G_average, run.S_average)
-        self._total = int(config.run.total_steps or 0)
+        if config.run.total_steps is None:
+            raise ConfigError("total_steps is not known yet: resolve_epochs makes it of epochs")
+        self._total = config.run.total_steps
         self._in_flight: _InFlight | None = None
         self._skipped_in_a_row = 0
         self._dispatched = self._started = False
@@ -144,6 +146,8 @@ class TrainingLoop:
         return self._config.run.val_every if self._validation is not None else None
 
     def _dispatch(self) -> _InFlight:
+        if self._in_flight is None:
+            self._mark = self._clock()
         with self._watchdog.phase("waiting for a training batch"):
             try:
                 batch = next(self._data)
@@ -153,8 +157,6 @@ class TrainingLoop:
                     f"train_set ended after {self._run.sequences} sequences at step {self._run.step} of {self._total}: "
                     "lower total_steps, or give more data or epochs"
                 ) from None
-        if self._in_flight is None:
-            self._mark = self._clock()
         name = f"training, step {self._run.step + 1}"
         if not self._dispatched:
             self._dispatched, name = True, "compiling the training step"
@@ -228,8 +230,6 @@ class TrainingLoop:
             self._progress.update(step, metrics, seconds)
         if is_due(run.ckpt_every, step, self._total):
             self._save(val_loss)
-        if self._in_flight is None:
-            self._mark = self._clock()
 
     def _metrics(self, numbers: Mapping[str, float], behind: _InFlight, seconds: float) -> dict[str, float]:
         """The metrics of one update, under the original's names."""

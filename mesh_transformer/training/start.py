@@ -54,11 +54,14 @@ def choose(
     *,
     dp: int,
     fingerprint: str,
+    tokenizer: str | None = None,
     tune_path: str | None = None,
     new: bool = False,
     reset_data: bool = False,
 ) -> Start:
     """Decides the origin (see `Origin`) for `config`, whose training data have `fingerprint`.
+
+    tokenizer: the hash of the one that made the data, where they tell.
 
     Raises CheckpointError where model_dir holds a run that this is not, naming the keys that differ, and ConfigError
     where --tune-model-path lies in model_dir.
@@ -68,13 +71,13 @@ def choose(
     newest = None if new else _newest_details(store)
     if newest is None:
         origin = Origin.FRESH if tune_path is None else Origin.TUNE
-        return Start(origin, config, 0, config.agreement(dp, data=fingerprint))
+        return Start(origin, config, 0, config.agreement(dp, tokenizer, fingerprint))
     step, details = newest
     if tune_path is not None:
         _refuse_other_run(store, step, details, tune_path)
     theirs = details.get("agreement", {})
     config = keep_schedule(config, theirs)
-    mine = config.agreement(dp, data=fingerprint)
+    mine = config.agreement(dp, tokenizer, fingerprint)
     different = differences(theirs, mine if not reset_data else {k: v for k, v in mine.items() if k != "data"})
     if different:
         remedy = (
