@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,6 @@ from mesh_transformer.checkpoint.publish import destination, write_weights
 from mesh_transformer.checkpoint.streaming import Tensor, tensor_leaves
 from mesh_transformer.config import Config, load_config
 from mesh_transformer.errors import CheckpointError, ConfigError
-
-logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 # Made from the config by every release that had them, so they say nothing; the names without `h.` are newer.
@@ -73,7 +70,8 @@ def from_hf(
         raise ConfigError(f"n_vocab {n_vocab}: the model has {rows} rows already, and rows are only added")
     raw |= {"n_vocab": n_vocab or rows, "cores_per_replica": shards, **_TRAINING}
     with TensorFiles(source) as files:
-        step = int(files.metadata.get("source_step", "0"))
+        noted = files.metadata.get("source_step", "")
+        step = int(noted) if noted.isdecimal() else 0
         model_dir = destination(target, step)[0]
         raw["model_dir"] = f"runs/{storage.name(model_dir)}_tuned"  # `out` itself belongs to no run
         tokenizer = _tokenizer(source)
@@ -85,7 +83,7 @@ def from_hf(
             raise CheckpointError(f"{config_path} is already there; choose another output folder, or move it away")
         _check(files, config, rows)
         mine = config.agreement()
-        details = {"config": config.to_dict(), "agreement": {key: mine[key] for key in _AGREED}, "source": source}
+        details = {"config": config.to_dict(), "agreement": {key: mine[key] for key in _AGREED}}
         tensors = _tensors(files, config, rows, FLOAT_TYPES[dtype] if dtype else None)
         path = write_weights(target, config.model, shards, tensors, {layout.STEP: step}, details)
     for name, body in tokenizer.items():
