@@ -25,6 +25,7 @@ from mesh_transformer.errors import StorageError
 PathLike = str | os.PathLike[str]
 
 _PROBE = ".write-probe"
+_DRAFT = ".tmp"
 
 
 def normalise(path: PathLike) -> str:
@@ -183,7 +184,7 @@ def write_atomic(path: PathLike, content: bytes) -> None:
             gcs.write(target, content)
             return
         _refuse_other_url(target, "written")
-        draft = f"{parent(target)}/.{name(target)}.{os.getpid()}.tmp"
+        draft = f"{parent(target)}/.{name(target)}.{os.getpid()}{_DRAFT}"
         try:
             with open(draft, "wb") as file:
                 file.write(content)
@@ -194,6 +195,11 @@ def write_atomic(path: PathLike, content: bytes) -> None:
                 os.remove(draft)
             raise
         sync_folder(parent(target))
+
+
+def is_draft(found: str, wanted: str) -> bool:
+    """Whether a file name is what a kill inside `write_atomic` of the file name `wanted` leaves."""
+    return found.startswith(f".{wanted}.") and found.endswith(_DRAFT)
 
 
 def rename(old: PathLike, new: PathLike) -> None:

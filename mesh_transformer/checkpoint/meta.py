@@ -97,3 +97,10 @@ def write(model_dir: str, meta: Meta) -> None:
         "aux": {str(step): meta.aux.get(step, {}) for step in meta.steps},
     }
     storage.write_atomic(storage.join(model_dir, NAME), json.dumps(body, indent=1).encode())
+
+
+def remove_drafts(model_dir: str) -> None:
+    """Remove what a kill in the middle of replacing meta.json leaves."""
+    for name in storage.listdir(model_dir):
+        if storage.is_draft(name, NAME):
+            storage.remove(storage.join(model_dir, name))

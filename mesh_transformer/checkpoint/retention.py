@@ -33,8 +33,11 @@ def best_of(steps: Iterable[int], losses: Mapping[int, float]) -> int | None:
 
 
 def mark_unfinished(step_dir: str) -> None:
+    """The mark is empty, so that it comes into being at once: a kill leaves no part of it."""
     storage.makedirs(step_dir)
-    storage.write_atomic(storage.join(step_dir, UNFINISHED), b"being written or deleted\n")
+    with storage.errors(step_dir, "mark"):
+        storage.open_file(storage.join(step_dir, UNFINISHED), "wb").close()
+        storage.sync_folder(step_dir)
 
 
 def clear_mark(step_dir: str) -> None:
@@ -57,7 +60,7 @@ def delete(step_dir: str) -> list[str]:
         path = storage.join(step_dir, name)
         if name.startswith("shard_") and name[6:].isdigit():
             left += [f"{name}/{file}" for file in _delete_shard(path)]
-        elif name == manifest.NAME or name.startswith(f".{manifest.NAME}."):
+        elif name == manifest.NAME or storage.is_draft(name, manifest.NAME):
             storage.remove(path)
         elif name != UNFINISHED:
             left.append(name)

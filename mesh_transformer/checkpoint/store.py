@@ -293,6 +293,7 @@ class CheckpointStore:
     def _clean(self) -> None:
         """Finish what a killed run left: steps half written or half deleted go, complete ones lose their mark."""
         steps = self._meta().steps
+        meta.remove_drafts(self.model_dir)
         for step in meta.step_folders(self.model_dir):
             if retention.is_unfinished(self.path(step)) or not storage.listdir(self.path(step)):
                 if step in steps:
