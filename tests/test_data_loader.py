@@ -271,10 +271,14 @@ def test_too_few_records_for_a_batch_without_a_description(tmp_path):
 def test_record_without_the_feature(tmp_path):
     from mesh_transformer.data.records import RecordWriter
 
-    with (tmp_path / "a").open("wb") as file:
-        RecordWriter(file).write({"tokens": np.arange(5)})
-    with pytest.raises(DataError, match=r"no integer feature `text` \(features: tokens\)"):
-        open_loader(write_index(tmp_path, ["a"]))
+    for features, found in (
+        ({"tokens": np.arange(5)}, "tokens int64"),
+        ({"text": np.arange(5) / 2}, "text float32"),
+    ):
+        with (tmp_path / "a").open("wb") as file:
+            RecordWriter(file).write(features)
+        with pytest.raises(DataError, match=rf"no integer feature `text` \(features: {found}\)"):
+            open_loader(write_index(tmp_path, ["a"]))
 
 
 def test_mask_belongs_to_the_targets(tmp_path):

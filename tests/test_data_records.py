@@ -76,14 +76,24 @@ def test_example_matches_protobuf():
         values = (rng.integers(0, 2**63, size, dtype=np.uint64) >> rng.integers(0, 63, size).astype(np.uint64)).astype(
             np.int64
         )
-        ours = make.FromString(example.encode({"text": values, "mask": values % 2}))
+        negative, weights = -values, rng.random(size)
+        ours = make.FromString(example.encode({"text": values, "negative": negative, "weights": weights}))
         assert list(ours.features.feature["text"].int64_list.value) == values.tolist()
+        assert list(ours.features.feature["negative"].int64_list.value) == negative.tolist()
+        assert list(ours.features.feature["weights"].float_list.value) == weights.astype(np.float32).tolist()
         theirs = make()
         theirs.features.feature["text"].int64_list.value.extend([*values.tolist(), -1, -(2**63)])
         theirs.features.feature["weights"].float_list.value.extend([0.5, 1.0])
         decoded = example.decode(theirs.SerializeToString())
         assert decoded["text"].tolist() == [*values.tolist(), -1, -(2**63)]
         assert decoded["weights"].tolist() == [0.5, 1.0]
+
+
+def test_fractions_stay_fractions_and_other_types_are_refused():
+    assert example.decode(example.encode({"mask": np.array([0.5, 0.0])}))["mask"].tolist() == [0.5, 0.0]
+    assert example.decode(example.encode({"mask": np.array([True, False])}))["mask"].tolist() == [1, 0]
+    with pytest.raises(DataError, match="feature `text` is of type <U1; expected integers or floats"):
+        example.encode({"text": np.array(["a"])})
 
 
 def test_unpacked_integers_are_read():

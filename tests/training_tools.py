@@ -2,7 +2,6 @@
 
 import json
 import signal
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ import device_train
 from mesh_transformer import CausalTransformer, load_config
 from mesh_transformer.checkpoint import shards
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.data.example import encode_varints
-from mesh_transformer.data.records import RecordWriter, masked_crc
+from mesh_transformer.data.records import RecordWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 A, DP, MP, S, V = 2, 2, 4, 16, 64
@@ -41,21 +39,11 @@ def write_file(path, count, seed):
 
 
 def write_masked_file(path, count, seed, bad):
-    """As `write_file`, with a mask in floats: 1, and infinity in the records `bad`, which no writer of ours makes."""
-
-    def field(number, content):
-        return bytes([number << 3 | 2]) + encode_varints(np.array([len(content)])) + content
-
-    def feature(name, kind, content):
-        return field(1, field(1, name) + field(2, field(kind, field(1, content))))
-
+    """As `write_file`, with a mask: 1, and infinity in the records `bad`, so that their loss is not finite."""
     with path.open("wb") as file:
+        writer = RecordWriter(file)
         for number, tokens in enumerate(counting(count, seed)):
-            mask = np.full(S + 1, np.inf if number in bad else 1.0, "<f4")
-            example = field(1, feature(b"text", 3, encode_varints(tokens)) + feature(b"mask", 2, mask.tobytes()))
-            length = struct.pack("<Q", len(example))
-            file.write(length + struct.pack("<I", masked_crc(length)))
-            file.write(example + struct.pack("<I", masked_crc(example)))
+            writer.write({"text": tokens, "mask": np.full(S + 1, np.inf if number in bad else 1.0)})
 
 
 def make_data(folder):

@@ -1,4 +1,4 @@
-"""`tf.train.Example` messages with integer features, encoded and decoded with numpy alone.
+"""`tf.train.Example` messages with integer and float features, encoded and decoded with numpy alone.
 
 The wire format (protocol buffers): Example.features = 1, Features.feature = 1 (a map: key = 1, value = 2),
 Feature.float_list = 2, Feature.int64_list = 3, and in each list value = 1, packed (one run of bytes) or not.
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from mesh_transformer.errors import DataError
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT_LIST, _INT64_LIST = 2, 3
 
@@ -20,11 +22,19 @@ class MalformedExampleError(ValueError):
 
 
 def encode(features: Mapping[str, np.ndarray]) -> bytes:
-    """Serialise integer features as one Example; equal features give equal bytes (keys are sorted)."""
+    """Serialise features [N] as one Example: integers (and booleans) as int64, floats as float32.
+
+    Equal features give equal bytes (keys are sorted). Raises DataError for any other type.
+    """
     entries = b""
     for key in sorted(features):
-        packed = encode_varints(features[key])
-        feature = _field(_INT64_LIST, _field(1, packed))
+        values = np.asarray(features[key])
+        if values.dtype.kind in "iub":
+            feature = _field(_INT64_LIST, _field(1, encode_varints(values)))
+        elif values.dtype.kind == "f":
+            feature = _field(_FLOAT_LIST, _field(1, values.astype("<f4").tobytes()))
+        else:
+            raise DataError(f"feature `{key}` is of type {values.dtype}; expected integers or floats")
         entries += _field(1, _field(1, key.encode()) + _field(2, feature))
     return _field(1, entries)
 
@@ -45,7 +55,7 @@ def decode(message: bytes) -> dict[str, np.ndarray]:
 
 
 def encode_varints(values: np.ndarray) -> bytes:
-    """Non-negative integers [N] as consecutive varints."""
+    """Integers [N] as consecutive varints; negative ones take ten bytes, as protocol buffers have it."""
     numbers = np.ascontiguousarray(values).astype(np.uint64)
     if not numbers.size:
         return b""

@@ -170,8 +170,8 @@ class RecordSet:
         self, file: RecordFile, number: int, offset: int, features: dict[str, np.ndarray], mask_expected: bool
     ) -> Row:
         tokens = features.get(TOKENS)
-        if tokens is None:
-            found = ", ".join(sorted(features)) or "none"
+        if tokens is None or tokens.dtype.kind != "i":
+            found = ", ".join(f"{name} {values.dtype}" for name, values in sorted(features.items())) or "none"
             raise DataError(
                 f"{file.where(number, offset)} has no integer feature `{TOKENS}` (features: {found}); "
                 f"make the records with create_finetune_tfrecords.py"

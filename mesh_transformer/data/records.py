@@ -47,7 +47,7 @@ class RecordWriter:
         self.offsets = array("Q", [0])  # a list would take five times the memory
 
     def write(self, features: Mapping[str, np.ndarray]) -> None:
-        """Append one Example of non-negative integer features, each [N]."""
+        """Append one Example of integer or float features, each [N]."""
         content = example.encode(features)
         length = _LENGTH.pack(len(content))
         self._file.write(b"".join((length, _CRC.pack(masked_crc(length)), content, _CRC.pack(masked_crc(content)))))
