@@ -202,6 +202,11 @@ def is_draft(found: str, wanted: str) -> bool:
     return found.startswith(f".{wanted}.") and found.endswith(_DRAFT)
 
 
+def is_probe(found: str) -> bool:
+    """Whether a file name is what a kill inside `probe_writable` leaves."""
+    return found.startswith(f"{_PROBE}-")
+
+
 def rename(old: PathLike, new: PathLike) -> None:
     """Rename a local file or folder, replacing a file that has the new name."""
     source, target = normalise(old), normalise(new)

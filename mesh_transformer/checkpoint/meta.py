@@ -100,7 +100,7 @@ def write(model_dir: str, meta: Meta) -> None:
 
 
 def remove_drafts(model_dir: str) -> None:
-    """Remove what a kill in the middle of replacing meta.json leaves."""
+    """Remove what a kill leaves in the middle of replacing meta.json, or of the check that model_dir can be written."""
     for name in storage.listdir(model_dir):
-        if storage.is_draft(name, NAME):
+        if storage.is_draft(name, NAME) or storage.is_probe(name):
             storage.remove(storage.join(model_dir, name))
