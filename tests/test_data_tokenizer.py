@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -105,14 +109,65 @@ def test_what_is_no_tokenizer_is_refused_with_the_files_that_are_needed(tmp_path
             load_tokenizer(str(tmp_path / path))
 
 
-def test_hub_name_without_a_network_says_which_file_is_needed(tmp_path):
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as gives one file of the model `someone/words`."""
+
+    def answer(self, body):
+        self.send_response(200)
+        for name, value in (("Content-Length", len(body)), ("ETag", '"1234"'), ("X-Repo-Commit", "c" * 40)):
+            self.send_header(name, str(value))
+        self.end_headers()
+        return body
+
+    def do_HEAD(self):
+        self.answer(Path(tokenizer_path()).read_bytes())
+
+    def do_GET(self):
+        is_file = self.path.startswith("/someone/words/resolve/") and self.path.endswith("/tokenizer.json")
+        information = json.dumps({"id": "someone/words", "siblings": []}).encode()
+        self.wfile.write(self.answer(Path(tokenizer_path()).read_bytes() if is_file else information))
+
+    def log_message(self, *_):
+        pass
+
+
+def load_by_name(name, home, endpoint):
+    """In a process of its own, since the package reads its settings once; its output."""
     program = (
+        "import sys\n"
         "from mesh_transformer.data.tokenizer import load_tokenizer\n"
         "from mesh_transformer.errors import DataError\n"
-        "try: load_tokenizer('gpt2')\n"
+        "try: print(load_tokenizer(sys.argv[1]).hash)\n"
         "except DataError as error: print(error)"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("tokenizer gpt2: no such file or folder here, and the hub did not give its tokenizer")
-    assert "give its path" in done.stdout and "vocab.json and merges.txt" in done.stdout
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HUB_OFFLINE": "1"} if not endpoint else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program, name], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_hub_name_needs_the_network_once(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert load_by_name("someone/words", tmp_path, endpoint).strip() == tokenizer().hash
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert load_by_name("someone/words", tmp_path, endpoint).strip() == tokenizer().hash
+
+
+@pytest.mark.parametrize("network", ["unreachable", "switched off"])
+def test_hub_name_without_a_network_says_at_once_which_file_is_needed(tmp_path, network):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}" if network == "unreachable" else ""
+        began = time.monotonic()
+        said = load_by_name("gpt2", tmp_path, endpoint)
+    assert time.monotonic() - began < 15, "it gave up at the first refusal, not after half a minute of them"
+    assert said.startswith("tokenizer gpt2: no such file or folder here, and the hub did not give its tokenizer")
+    assert "give its path" in said and "vocab.json and merges.txt" in said

@@ -1,7 +1,7 @@
 """Tokenizers: from a file, a folder, or by name from the Hugging Face hub; and training one from text.
 
 Everything works without a network as long as a path is given. The `tokenizers` package does the work; a hub name is
-fetched by it too, into Hugging Face's cache.
+fetched by the one that it needs for that itself, `huggingface_hub`, into Hugging Face's cache.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 # Names of the two halves of a byte-level BPE: Hugging Face's, and those of GPT-2's first release.
 _VOCAB_NAMES, _MERGES_NAMES = ("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")
+_HUB_SECONDS = 10.0  # to wait for the hub's first answer
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -195,13 +196,27 @@ def _byte_level_bpe(vocab_path: str, merges_path: str) -> Any:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
     try:
-        return Tokenizer(Backend.from_pretrained(name), name)
-    except Exception as error:  # noqa: BLE001  network, cache, hub and parser each have their own kinds
+        with open(_hub_file(name), "rb") as file:
+            content = file.read()
+    except Exception as error:  # noqa: BLE001  network, cache and hub each have their own kinds
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"tokenizer {name}: no such file or folder here, and the hub did not give its tokenizer.json ({reason}); "
             f"without a network, get that file (or vocab.json and merges.txt) here and give its path"
         ) from error
+    return _from_json(content, name)
+
+
+def _hub_file(name: str) -> str:
+    """The local copy of a hub name's tokenizer.json: from Hugging Face's cache, else fetched into it."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    file = "tokenizer.json"
+    try:
+        return str(hf_hub_download(name, file, local_files_only=True))
+    except LocalEntryNotFoundError:
+        # Asked once before the download, which tries again for half a minute where there is no network.
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+        return str(hf_hub_download(name, file))
