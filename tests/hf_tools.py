@@ -33,7 +33,10 @@ def random_tree(model, seed=0, bias=True):
         for kind in parameters.kinds(model, 1)
     ]
     tree = parameters.tree(values)
-    tree[EMBEDDING]["w"] *= 5  # so that greedy tokens depend on the text, not on the biases alone
+    # Greedy tokens then depend on the text, not on the biases alone, however deep the model.
+    tree[EMBEDDING]["w"] *= 5
+    for name in ("o", "w2", "b2"):
+        tree[LAYERS][name] *= 2 / max(2, model.layers)
     if not bias:
         tree[EMBEDDING]["b"][:] = 0
     return tree

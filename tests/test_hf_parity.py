@@ -90,7 +90,7 @@ def test_logits_and_greedy_tokens(tmp_path, case):
     np.testing.assert_allclose(np.asarray(net.logits(tokens)), wanted, atol=1e-4, rtol=0)
     prompts = tokens[:, :PROMPT]
     found = net.generate(*right_aligned(prompts, SEQ), NEW, GREEDY)["tokens"]
-    assert len(set(found.ravel().tolist())) > 5
+    assert len(set(found.ravel().tolist())) > 2, "an answer of few tokens would be no test"
     np.testing.assert_array_equal(found, continued(peer, prompts, NEW))
 
 
