@@ -45,7 +45,7 @@ class FailedError(Exception):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=400, help="length of the run")
+    parser.add_argument("--steps", type=int, default=500, help="length of the run")
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--mp", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
@@ -206,8 +206,9 @@ def kill_and_compare(folder: Path, options: argparse.Namespace) -> str:
     caught: Counter[str] = Counter()
     while caught.total() < options.kills:
         kind = rng.choices(["starting", "training", "saving"], [1, 2, 2])[0]
-        # On average, 60 % of the run are over when the last kill comes.
-        lines = int(rng.uniform(0, 1.2 * options.steps / options.kills))
+        # Half of this kill's share of what is left, on average, so that the run is not over before the last kill.
+        share = (options.steps - (killed.store.latest() or 0)) / (options.kills - caught.total())
+        lines = int(rng.uniform(0, share))
         longest = {"starting": seconds - training, "training": 2 * training / options.steps, "saving": 0.2}[kind]
         result = kill_once(killed, Moment(kind, lines, rng.uniform(0, longest)))
         if result == "finished":
