@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from mesh_transformer.errors import EXIT_NONFINITE, EXIT_USER, MeshTransformerError, NonFiniteError
@@ -20,7 +22,11 @@ EXIT_KEYBOARD = 130  # what shells report for a program that Ctrl-C ended
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the command that a stopped run prints leaves options out by their whole names
+    )
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
     parser.add_argument(
         "--tune-model-path", metavar="PATH", help="fine-tune from this checkpoint: a step_N folder, or a model_dir"
@@ -68,11 +74,26 @@ def log_lines() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process on the spot while the block runs: where imports are hit, they lose it or trip."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
     # Imported after parsing, so that --help and mistakes on the command line show at once.
-    from mesh_transformer.training import local
+    with ending_at_once():
+        from mesh_transformer.training import local
 
     with log_lines():
         try:

@@ -1,15 +1,20 @@
 """device_train.py's checks: what it refuses and when, dry runs, --new, epochs, damaged checkpoints."""
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
-from training_tools import PER_STEP, Run, S, make_data, straight_run, write_file
+from training_tools import PER_STEP, ROOT, Run, S, interrupt_at, make_data, straight_run, write_file
 
 from mesh_transformer import CausalTransformer, load_config
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.data import sidecar
+from mesh_transformer.errors import StorageError
 from mesh_transformer.optimizer import schedule
-from mesh_transformer.training import local
+from mesh_transformer.training import local, trackers
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +164,55 @@ def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(straight, data, t
     assert "step 4 is used instead" in capsys.readouterr().err
     assert [line["step"] for line in run.lines] == [1, 2, 3, 4, 5, 6, 7]
     assert run.trace[4]["train/loss"] == straight.trace[4]["train/loss"]
+
+
+def test_the_command_to_go_on_neither_deletes_the_run_nor_begins_the_data_again(
+    straight, data, tmp_path, capsys, monkeypatch
+):
+    run = Run(tmp_path / "run", data)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    interrupt_at(monkeypatch, 1)
+    assert run("--reset-data", total_steps=9) == 75
+    assert "--reset-data" not in capsys.readouterr().err.partition("to go on: ")[2]
+    # Nor does an option that is cut short slip through: none is understood.
+    with pytest.raises(SystemExit, match="2"):
+        run("--ne", "--yes")
+    assert run.store.steps() == [4, 6, 7]
+
+
+def test_what_closing_a_tracker_meets_does_not_hide_why_the_run_ended(data, tmp_path, monkeypatch, capsys):
+    """On a full disk both fail, the save first."""
+    run = Run(tmp_path / "run", data)
+
+    def fail(*_, **__):
+        raise StorageError("the save met a full disk")
+
+    def fail_too(*_):
+        raise StorageError("so did the metrics")
+
+    monkeypatch.setattr(CheckpointStore, "save", fail)
+    monkeypatch.setattr(trackers.JsonlTracker, "close", fail_too)
+    assert run(total_steps=1) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")] == [
+        "error: the save met a full disk"
+    ]
+
+
+def test_ctrl_c_while_the_packages_are_imported_ends_the_process_without_a_traceback(tmp_path):
+    """A package that swallows KeyboardInterrupt, as some do in what they run while they are imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "class Late:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'jax':\n"
+        "            try:\n"
+        "                signal.raise_signal(signal.SIGINT)\n"
+        "            except KeyboardInterrupt:\n"
+        "                pass\n"
+        "sys.meta_path.insert(0, Late())\n"
+    )
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "device_train.py"), "--config", "none.json"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (found.returncode, found.stderr) == (-signal.SIGINT, "")

@@ -270,6 +270,9 @@ def test_skipped_batches_move_the_data_but_not_the_step():
 def test_too_many_skips_in_a_row_end_the_run_and_name_the_last_good_checkpoint():
     with pytest.raises(NonFiniteError, match=r"3 batches in a row .* last good checkpoint is step_4"):
         train(Descent(bad=range(5, 10)), max_skipped=3, ckpt_every=2)
+    # Update 5 took the sequences 5 * A * B + 1 and on: which data to look at.
+    with pytest.raises(NonFiniteError, match=rf"sequences {5 * A * B + 1} to {8 * A * B} of the run"):
+        train(Descent(bad=range(5, 10)), max_skipped=3, ckpt_every=2)
     with pytest.raises(NonFiniteError, match="no checkpoint had been saved yet"):
         train(Descent(bad=range(10)), max_skipped=3, ckpt_every=2)
 

@@ -1,13 +1,14 @@
 """TensorBoard events and W&B's offline file, written by the trackers and read back."""
 
 import json
+import os
 import struct
 import sys
 
 import pytest
 
 from mesh_transformer.config import load_config
-from mesh_transformer.errors import ConfigError
+from mesh_transformer.errors import ConfigError, StorageError
 from mesh_transformer.training.trackers import open_trackers, remove_tracks
 
 
@@ -112,3 +113,24 @@ def test_a_new_run_removes_only_what_trackers_wrote(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "metrics.jsonl", "tensorboard"}
     remove_tracks(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("tracker", ["jsonl", "tensorboard"])
+def test_a_full_disk_is_an_error_and_neither_a_hang_nor_a_traceback(tmp_path, monkeypatch, tracker):
+    """tensorboardX's own SummaryWriter waits for ever here, for a thread that has died."""
+    config = config_of(tmp_path, tracker)
+    opened = open_trackers(config, "abc123")[-1]
+    real = open
+    monkeypatch.setattr("builtins.open", lambda path, *more, **named: real("/dev/full", *more, **named))
+    opened.start(0)
+    monkeypatch.undo()
+
+    def fill():
+        for step in range(1, 1000):
+            opened.log(step, {"train/loss": 0.5})
+        opened.flush()
+
+    for action in (fill, lambda: opened.close(2)):
+        with pytest.raises(StorageError, match="No space left"):
+            action()

@@ -23,7 +23,15 @@ from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.config import Config, check_training, load_config, mesh_notice, resolve_epochs
 from mesh_transformer.data.loader import RecordLoader
 from mesh_transformer.data.record_set import RecordSet
-from mesh_transformer.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_USER, ConfigError, NonFiniteError
+from mesh_transformer.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NONFINITE,
+    EXIT_USER,
+    ConfigError,
+    MeshTransformerError,
+    NonFiniteError,
+)
 from mesh_transformer.mesh import DP, MP, choose_platform, describe, find_devices, make_mesh
 from mesh_transformer.state import TrainState
 from mesh_transformer.training import data_sets, start, trackers
@@ -39,6 +47,9 @@ from mesh_transformer.transformer_shard import CausalTransformer, compiled_init
 logger = logging.getLogger(__name__)
 
 Ask = Callable[[str], bool]
+
+# Options that the command to go on leaves out: they would delete what was just saved, or read the same data again.
+ONCE = ("--new", "--reset-data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +168,8 @@ class _Session:
             run_id = self._run_id()
             opened = trackers.open_trackers(self._config, run_id)
 
-            def close_trackers() -> None:
-                for tracker in opened:
-                    tracker.close(code)
-
-            stack.callback(close_trackers)
+            for tracker in opened:
+                stack.push(lambda kind, error, trace, closed=tracker: _close(closed, code, error))
             network, run, position = self._first_state(run_id)
             for tracker in opened:
                 tracker.start(run.step)
@@ -285,12 +293,21 @@ class _Session:
         if ending is Ending.DONE:
             logger.info("done: %d of %d steps, %s", run.step, total, saved)
             return EXIT_DONE
-        # --new would delete what was just saved.
-        again = shlex.join(word for word in ("python", *self._command) if word != "--new")
+        again = shlex.join(word for word in ("python", *self._command) if word not in ONCE)
         logger.info(
             "interrupted by %s at step %d of %d, %s; to go on: %s", self._stop.requested, run.step, total, saved, again
         )
         return EXIT_INTERRUPTED
+
+
+def _close(tracker: trackers.Tracker, code: int, error: BaseException | None) -> None:
+    """Closes a tracker; what that meets is only logged where the run ends with another error, which counts."""
+    try:
+        tracker.close(code)
+    except MeshTransformerError as failure:
+        if error is None:
+            raise
+        logger.warning("%s", failure)
 
 
 def begin_schedule(network: CausalTransformer) -> TrainState:

@@ -108,6 +108,7 @@ class TrainingLoop:
         self._total = config.run.total_steps
         self._in_flight: _InFlight | None = None
         self._skipped_in_a_row = 0
+        self._first_skipped = 0  # the first sequence of the batches that are skipped in a row, counted from 1
         self._dispatched = self._started = False
         self._mark = 0.0
 
@@ -189,12 +190,14 @@ class TrainingLoop:
             tokens=self._run.tokens + behind.tokens,
         )
         if skipped:
-            self._after_skip(numbers)
+            self._after_skip(numbers, behind.sequences)
         else:
             self._skipped_in_a_row = 0
             self._after_update(self._metrics(numbers, behind, seconds), seconds)
 
-    def _after_skip(self, numbers: Mapping[str, float]) -> None:
+    def _after_skip(self, numbers: Mapping[str, float], sequences: int) -> None:
+        if self._skipped_in_a_row == 0:
+            self._first_skipped = self._run.sequences - sequences + 1
         self._skipped_in_a_row += 1
         allowed = self._config.run.max_skipped
         logger.warning(
@@ -209,8 +212,9 @@ class TrainingLoop:
             good = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} batches in a row (max_skipped) had a gradient that is not finite, at step "
-                f"{self._run.step}; {good}: look at the data that follow the first {self._run.sequences} sequences, "
-                "or continue with a lower lr or more warm-up through --tune-model-path"
+                f"{self._run.step}; {good}: look at the data (sequences {self._first_skipped} to "
+                f"{self._run.sequences} of the run), or continue with a lower lr or more warm-up through "
+                "--tune-model-path"
             )
 
     def _after_update(self, metrics: dict[str, float], seconds: float) -> None:

@@ -88,14 +88,16 @@ class JsonlTracker:
                 storage.write_atomic(self.path, file.read())
 
     def close(self, exit_code: int) -> None:
+        file, spool = self._file, self._spool
         try:
             self.flush()
         finally:
-            if self._file is not None:
-                self._file.close()
-            if self._spool is not None:
-                shutil.rmtree(self._spool, ignore_errors=True)
             self._file = self._spool = None
+            if spool is not None:
+                shutil.rmtree(spool, ignore_errors=True)
+            if file is not None:
+                with storage.errors(self.path, "write"):  # closing tries once more to write what a full disk refused
+                    file.close()
 
 
 def keep_lines(path: str, step: int) -> None:
@@ -125,30 +127,49 @@ def _step_of(text: str) -> int | None:
 
 
 class TensorBoardTracker:
-    """TensorBoard events under `{model_dir}/tensorboard`; steps are the loop's."""
+    """TensorBoard events under `{model_dir}/tensorboard`; steps are the loop's.
+
+    Events are written without tensorboardX's SummaryWriter: a full disk ends its thread unseen, and then every later
+    call waits for that thread for ever.
+    """
 
     def __init__(self, model_dir: str) -> None:
-        self._library = _package("tensorboard", "tensorboardX")
+        _package("tensorboard", "tensorboardX")
         self._folder = storage.join(model_dir, TENSORBOARD_NAME)
         self._writer: Any = None
 
     def start(self, step: int) -> None:
-        # purge_step makes readers forget what a killed process logged for the steps that are trained again.
-        self._writer = self._library.SummaryWriter(
-            self._folder, purge_step=step + 1 if step else None, filename_suffix=f".{step:09d}"
-        )
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        with storage.errors(self._folder, "write"):
+            storage.makedirs(self._folder)
+            self._writer = EventsWriter(storage.join(self._folder, "events"), f".{step:09d}")
+        if step:
+            # Readers forget what a killed process logged for the steps that are trained again.
+            self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=Summary(value=values))
+
+    def _write(self, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        with storage.errors(self._folder, "write"):
+            self._writer.write_event(Event(wall_time=time.time(), **content))
 
     def flush(self) -> None:
         if self._writer is not None:
-            self._writer.flush()
+            with storage.errors(self._folder, "write"):
+                self._writer.flush()
 
     def close(self, exit_code: int) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with storage.errors(self._folder, "write"):
+                self._writer.close()
 
 
 class WandbTracker:
