@@ -40,6 +40,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     weights.add_argument("--ckpt-step", type=which, default="latest", metavar="N", help="a step, `latest` or `best`")
     weights.add_argument("--random-init", action="store_true", help="use weights that were never trained")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
+    )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", metavar="TEXT", help="continue this text")
     prompts.add_argument("--prompt-file", metavar="FILE", help='JSONL: a string, or an object with "prompt", a line')
@@ -111,14 +114,16 @@ def run(options: argparse.Namespace) -> None:
     # Imported after parsing and reading the config, so that --help and mistakes show at once.
     from mesh_transformer import completion, inference, sampling
 
-    step_dir = inference.choose_step(config, options.ckpt, options.ckpt_step, options.random_init)
+    step_dirs = inference.choose_steps(config, options.ckpt, options.ckpt_step, options.random_init, options.strict)
     tokenizer = completion.tokenizer_of(config)
+    if step_dirs:
+        inference.check_tokenizer(step_dirs[0], config, tokenizer)
     sampler = {"top_p": options.top_p, "top_k": options.top_k, "temp": 0 if options.greedy else options.temp}
     sampling.sampler_of(sampler, 1)
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     settings = completion.Options(options.max_tokens or config.run.gen_length or MAX_TOKENS, sampler, seed)
     mesh = inference.start_mesh(config, options.platform, options.devices)
-    completer = completion.Completer(inference.load_network(config, mesh, step_dir), tokenizer)
+    completer = completion.Completer(inference.load_network(config, mesh, step_dirs), tokenizer)
     if options.seed is None and sampler["temp"]:
         print(f"seed {seed}", file=sys.stderr)
     if options.prompt is not None:

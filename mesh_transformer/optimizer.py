@@ -44,6 +44,16 @@ def init(params: Params) -> OptimizerState:
     return OptimizerState(zero, zeros(), zeros(), zero)
 
 
+def of(state: TrainState) -> OptimizerState:
+    """The optimizer's part of a state. Raises CheckpointError where it has none."""
+    if state.opt_state is None:
+        raise CheckpointError(
+            "this state has no optimizer, since it was loaded for inference or the config has early_cast: load it with "
+            "optimizer=True, without early_cast"
+        )
+    return state.opt_state
+
+
 class Update(NamedTuple):
     """The state after an update, the rate it used, and whether it was skipped (int32 0 or 1)."""
 
@@ -61,9 +71,7 @@ def apply(
     `decay` the tree of `parameters.decay_mask`. A gradient that is not finite leaves parameters, moments and counts
     as they were: the norm is not finite if any of its entries is not.
     """
-    before = state.opt_state
-    if before is None:
-        raise CheckpointError("this state has no optimizer (it was loaded for inference): load it with optimizer=True")
+    before = of(state)
     finite = jnp.isfinite(norm)
     kept = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
     scale = jnp.minimum(1.0, optim.max_grad_norm / jnp.maximum(norm / microbatches, 1e-30)) / microbatches

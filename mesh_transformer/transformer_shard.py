@@ -169,26 +169,32 @@ class CausalTransformer:
 
     @property
     def state(self) -> TrainState:
-        """Parameters, optimizer state and step; fresh ones from the seed on first use."""
+        """Parameters, optimizer state (none with `early_cast`) and step; fresh ones from the seed on first use."""
         if self._state is None:
             params = init_params(self.model, self.mesh, self.config.run.seed)
-            self._state = TrainState(params, compiled_init(self.model, self.mesh)(params), self._zero())
+            if self.model.early_cast:
+                params, fresh = jax.tree.map(lambda x: x.astype(self._param_dtype), params), None
+            else:
+                fresh = compiled_init(self.model, self.mesh)(params)
+            self._state = TrainState(params, fresh, steps.place(self.mesh, P(), np.int32(0)))
         return self._state
 
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
 
-    def _zero(self) -> jax.Array:
-        return steps.place(self.mesh, P(), jnp.zeros([], jnp.int32))
+    @property
+    def _param_dtype(self) -> Any:
+        return jnp.bfloat16 if self.model.early_cast else jnp.float32
 
     def train(self, batch: Mapping[str, Any]) -> steps.Metrics:
         """One update on {"obs", "target" [A, B, S] int[, "mask" [A, B, S]]}; returns scalars without waiting for them.
 
         loss and last_loss are the optimised totals; cross_entropy and z_loss their parts; grad_norm is of the sum
         over microbatches; learning_rate the one used; skipped 1 where a gradient was not finite and nothing changed.
-        Raises DataError when the batch does not have the config's shape.
+        Raises DataError when the batch does not fit the mesh, CheckpointError when the state has no optimizer.
         """
+        optimizer.of(self.state)
         obs, target = np.asarray(batch["obs"], np.int32), np.asarray(batch["target"], np.int32)
         if obs.ndim != 3 or obs.shape != target.shape or obs.shape[1] % self.mesh.shape[DP]:
             raise DataError(
@@ -256,11 +262,13 @@ class CausalTransformer:
     def load_ckpt(self, path: str | os.PathLike[str], optimizer: bool = True) -> None:
         """Loads a `step_N` folder of the published layout, full or slim, written on any number of shards.
 
-        `optimizer=False` leaves the moments out, for inference. Raises CheckpointError; `state` is unchanged then.
+        `optimizer=False` leaves the moments out, for inference, and so does `early_cast`, which keeps the parameters in
+        bfloat16. Raises CheckpointError; `state` is unchanged then.
         """
         from mesh_transformer.checkpoint import shards
 
-        self.state = shards.read_step(path, self.model, self.mesh, optimizer=optimizer)
+        with_moments = optimizer and not self.model.early_cast
+        self.state = shards.read_step(path, self.model, self.mesh, optimizer=with_moments, dtype=self._param_dtype)
 
     def write_ckpt(self, path: str | os.PathLike[str]) -> None:
         """Writes the state as a `step_N` folder of the published layout, in `cores_per_replica` shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import mesh_of, tiny
+from conftest import batch_of, mesh_of, tiny
 from decoding_tools import network
 
 import device_sample
 from mesh_transformer import CausalTransformer, completion, inference, load_config, parameters
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.completion import Completer, Options, TextStream
-from mesh_transformer.data.tokenizer import train_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer, train_tokenizer
+from mesh_transformer.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ["def test(self):\n    return self.value\n" * 20, "naïve café, 日本語 and 🙂\n" * 20]
@@ -57,7 +59,7 @@ def sample(folder, capsys, monkeypatch):
 @pytest.fixture
 def completer(folder):
     config = load_config(folder / "config.json")
-    network = inference.load_network(config, mesh_of(1, 4), str(folder / "model" / "step_7"))
+    network = inference.load_network(config, mesh_of(1, 4), [str(folder / "model" / "step_7")])
     return Completer(network, completion.tokenizer_of(config))
 
 
@@ -126,9 +128,88 @@ def test_a_file_is_completed_and_continued(sample, folder, tmp_path):
     assert code == 2 and 'in.jsonl, line 2: expected a string, or an object with a string "prompt"' in said
 
 
+def other_config(folder, name, **changes):
+    keys = json.loads((folder / "config.json").read_text()) | changes
+    (folder / name).write_text(json.dumps(keys))
+    return name
+
+
+@pytest.fixture
+def damaged(folder, tmp_path):
+    """The checkpoint's run with a newer step 8, of other weights, one byte of which has flipped; its model_dir."""
+    model_dir = tmp_path / "model"
+    shutil.copytree(folder / "model", model_dir)
+    trained = network(1, 2, n_vocab=V, model_dir=str(model_dir), tokenizer=str(folder / "tokenizer.json"))
+    more = jax.tree.map(lambda x: 2 * x, trained.state.params)
+    store = CheckpointStore(model_dir)
+    store.save(8, trained.state._replace(params=more), trained.config)
+    store.wait()
+    path = model_dir / "step_8" / "shard_1" / "3.npz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return model_dir
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(sample, folder, damaged):
+    config = other_config(folder, "damaged.json", model_dir=str(damaged))
+    expected = sample("--prompt", "def ", "--greedy")[1]
+    for named in ((), ("--ckpt", str(damaged))):
+        code, text, said = sample("--prompt", "def ", "--greedy", *named, config=config)
+        assert (code, text) == (0, expected)
+        assert "shard_1/3.npz has checksum" in said and f"{damaged}/step_7 is used instead" in said
+    for asked in (("--strict",), ("--ckpt-step", "8"), ("--ckpt", str(damaged / "step_8"))):
+        code, text, said = sample("--prompt", "def ", "--greedy", *asked, config=config)
+        assert (code, text) == (2, "") and "shard_1/3.npz has checksum" in said and "used instead" not in said
+    # A file that is not there is noticed before devices start, and treated in the same way.
+    (damaged / "step_8" / "shard_0" / "3.npz").unlink()
+    assert inference.choose_steps(load_config(folder / config), None, "latest", False) == [f"{damaged}/step_7"]
+    assert sample("--prompt", "a", "--strict", config=config)[0] == 2
+    shutil.rmtree(damaged / "step_7" / "shard_0")
+    code, _, said = sample("--prompt", "a", config=config)
+    assert code == 2 and f"error: {damaged}/step_8" in said, "the first of the damaged ones is what counts"
+
+
+@pytest.mark.parametrize("told", ["hash", "name"])
+def test_another_tokenizer_than_the_weights_were_trained_with_is_said(sample, folder, tmp_path, told):
+    trained = network(1, 2, n_vocab=V, model_dir=str(tmp_path / "model"), tokenizer=str(folder / "tokenizer.json"))
+    own = load_tokenizer(str(folder / "tokenizer.json")).hash
+    store = CheckpointStore(tmp_path / "model")
+    store.save(1, trained.state, trained.config, position={"tokenizer_hash": own if told == "hash" else None})
+    store.wait()
+    train_tokenizer(["other texts"], 290, str(folder / "another.json"))
+    warned = {}
+    for name in ("tokenizer.json", "another.json"):
+        config = other_config(
+            folder, "tokenizers.json", model_dir=str(tmp_path / "model"), tokenizer=str(folder / name)
+        )
+        code, _, said = sample("--prompt", "def ", "--greedy", config=config)
+        assert code == 0
+        warned[name] = "trained with" in said
+    assert warned == {"tokenizer.json": False, "another.json": True}
+
+
+@pytest.mark.parametrize(("early_cast", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_early_cast_keeps_weights_in_16_bits_where_there_is_no_optimizer(folder, early_cast, dtype):
+    config = load_config(folder / other_config(folder, "cast.json", early_cast=early_cast))
+    path = str(folder / "model" / "step_7")
+    loaded, named = inference.load_network(config, mesh_of(1, 4), [path]), CausalTransformer(config, mesh_of(1, 4))
+    named.load_ckpt(path)
+    drawn, fresh = inference.load_network(config, mesh_of(1, 4), []), CausalTransformer(config, mesh_of(1, 4))
+    for net in (loaded, named, drawn, fresh):
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(net.state.params)} == {dtype}
+    whole = network(1, 4, n_vocab=V)
+    rows = batch_of(2, 16, vocab=V)
+    losses = [np.asarray(net.eval(rows)["loss"]) for net in (loaded, named, whole)]
+    assert np.array_equal(losses[0], losses[1])
+    assert (0 < np.abs(losses[0] - losses[2]).max() < 0.05) == early_cast
+    assert (fresh.state.opt_state is None) == early_cast
+    with pytest.raises(CheckpointError, match="no optimizer.*early_cast"):
+        loaded.train(batch_of(1, 1, 16, vocab=V))
+
+
 def test_random_weights_have_to_be_asked_for(sample, folder):
-    keys = json.loads((folder / "config.json").read_text()) | {"model_dir": str(folder / "empty")}
-    (folder / "fresh.json").write_text(json.dumps(keys))
+    other_config(folder, "fresh.json", model_dir=str(folder / "empty"))
     code, text, said = sample("--prompt", "a", config="fresh.json")
     assert code == 2 and text == "" and "holds no complete checkpoint" in said and "--random-init" in said
     code, text, said = sample("--prompt", "a", "--random-init", "--greedy", config="fresh.json")
@@ -163,9 +244,7 @@ def test_weights_of_another_model_are_refused(sample, folder):
         ({"layers": 3}, "layers 3 in the config, 2 in the checkpoint"),
         ({"n_vocab": 300}, "n_vocab 300 in the config, 384 in the checkpoint"),
     ):
-        keys = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "other.json").write_text(json.dumps(keys))
-        code, _, said = sample("--prompt", "a", config="other.json")
+        code, _, said = sample("--prompt", "a", config=other_config(folder, "other.json", **changes))
         assert code == 2 and message in said, said
 
 
@@ -205,8 +284,10 @@ def test_characters_are_never_cut(completer):
         assert not any("\ufffd" in part for part in parts)
     # What is cut off by the end, and bytes that are no character, do come out.
     broken = TextStream(tokenizer)
-    half = tokenizer.encode("🙃")[:-1]
-    assert [broken.add(half), broken.add(tokenizer.encode("a")), broken.add(half, last=True)][0] == ""
+    half, letter = tokenizer.encode("🙃")[:-1], tokenizer.encode("a")
+    parts = [broken.add(half), broken.add(letter), broken.add(half, last=True)]
+    assert parts[0] == "" and "".join(parts) == tokenizer.decode(half + letter + half)
+    assert parts[1].endswith("a") and parts[2].endswith("\ufffd")
 
 
 def test_a_config_error_needs_no_jax():

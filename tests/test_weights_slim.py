@@ -90,7 +90,7 @@ def test_trained_slimmed_sampled_and_tuned_without_a_hand_on_the_files(tmp_path,
     assert device_sample.main([*run.arguments(*alone), "--ckpt", slim, *sampled]) == 0
     # In place of its run's folder too, as a config's model_dir.
     as_model_dir = load_config(run.keys | {"model_dir": slim})
-    assert inference.choose_step(as_model_dir, None, "latest", False) == slim + "/step_1"
+    assert inference.choose_steps(as_model_dir, None, "latest", False) == [slim + "/step_1"]
     tuned = Run(tmp_path / "tuned", tmp_path, **keys)
     assert tuned(*alone, "--tune-model-path", slim, total_steps=1) == 0
     assert "Adam starts fresh" in capsys.readouterr().err
