@@ -29,10 +29,23 @@ def error_types() -> tuple[type[Exception], ...]:
     for module, name in (
         ("google.api_core.exceptions", "GoogleAPIError"),
         ("google.auth.exceptions", "GoogleAuthError"),
+        ("google.cloud.storage.exceptions", "InvalidResponse"),  # what an upload that is under way meets
     ):
         if module in sys.modules:
             found.append(getattr(sys.modules[module], name))
     return tuple(found)
+
+
+def plain_error(error: Exception) -> Exception:
+    """The same error as the API's own class says it (Forbidden, NotFound): uploads give the bare answer instead."""
+    response = getattr(error, "response", None)
+    if type(error).__name__ != "InvalidResponse" or response is None:
+        return error
+    from google.api_core.exceptions import from_http_response
+
+    plain: Exception = from_http_response(response)
+    plain.__cause__ = error
+    return plain
 
 
 def open_object(path: str, mode: str) -> IO[Any]:

@@ -298,9 +298,10 @@ def errors(path: str, action: str) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except Exception as error:
-        if not isinstance(error, (OSError, *gcs.error_types())):
+    except Exception as met:
+        if not isinstance(met, (OSError, *gcs.error_types())):
             raise
+        error = gcs.plain_error(met)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
         raise StorageError(f"{path}: cannot {action}: {reason}{_hint(error)}") from error
 

@@ -24,7 +24,6 @@ from mesh_transformer.data import compression
 from mesh_transformer.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
-
     from mesh_transformer.config import Config
 
 _MEMBER = re.compile(r"(?:^|/)shard_(\d+)/(\d+)\.npz$")

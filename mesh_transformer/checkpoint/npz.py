@@ -79,7 +79,8 @@ class NpzWriter:
         if kind is not None:
             self._out.broken = True
             self._zip.close()
-            with contextlib.suppress(OSError):  # the error that brought us here says more
+            # The error that brought us here says more.
+            with contextlib.suppress(storage.StorageError), storage.errors(self.path, "close"):
                 self._file.close()
             return
         self._zip.close()
