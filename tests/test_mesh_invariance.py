@@ -64,6 +64,17 @@ def test_same_seed_same_losses_gradients_and_updates(case: tuple[int, int, int])
     compare(trained(*case), trained(*CASES[0]))
 
 
+@pytest.mark.parametrize(("case", "reference"), [((1, 8, 1), (1, 1, 1)), ((2, 4, 2), (1, 1, 4))], ids=str)
+def test_norms_of_small_batches_are_the_same_where_the_batches_are(
+    case: tuple[int, int, int], reference: tuple[int, int, int]
+) -> None:
+    """dp * A small batches, however they are spread, are what the noise scale is made of; grad_norm sums over A."""
+    for got, expected in zip(trained(*case)["metrics"], trained(*reference)["metrics"], strict=True):
+        for key in ("noise_small_sq", "grad_norm_micro"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-4), key
+        assert got["grad_norm"] / case[2] == pytest.approx(expected["grad_norm"] / reference[2], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "settings", [{"pe": "t5"}, {"pe": "fixed"}, {"norm": "rmsnorm-bias"}, {"norm": "scalenorm"}], ids=str
 )

@@ -107,6 +107,26 @@ def test_a_mask_is_normalised_over_the_whole_step() -> None:
             assert np.abs(first_moments(net)[key] - expected).max() <= 1e-5 * np.abs(expected).max(), key
 
 
+@pytest.mark.parametrize(
+    ("dp", "microbatches", "per_replica"), [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+)
+def test_small_gradients_are_those_of_each_replicas_microbatch(dp: int, microbatches: int, per_replica: int) -> None:
+    """What the noise scale rests on (McCandlish et al. 2018, appendix A.1), from each small batch by itself.
+
+    That they do not depend on the mesh otherwise is shown in test_mesh_invariance.py.
+    """
+    rows = batch_of(microbatches, dp * per_replica, S)
+    metrics = network_of(dp, 1).train(rows)
+    alone = {k: v.reshape(-1, 1, per_replica, S) for k, v in rows.items()}
+    small = [
+        float(network_of(1, 1).train({k: v[i] for k, v in alone.items()})["grad_norm"])
+        for i in range(microbatches * dp)
+    ]
+    assert float(metrics["noise_small_sq"]) == pytest.approx(np.mean(np.square(small)), rel=1e-5)
+    assert float(metrics["grad_norm_micro"]) == pytest.approx(np.mean(small), rel=1e-5)
+    assert np.mean(np.square(small)) > 1.1 * (float(metrics["grad_norm"]) / microbatches) ** 2, "they are noisier"
+
+
 def test_a_nan_in_one_microbatch_skips_the_step() -> None:
     net = network_of(2, 1)
     net.train(batch_of(2, 2, S))
