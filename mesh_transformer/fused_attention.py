@@ -59,7 +59,7 @@ def cudnn_works() -> bool:
     """
     if jax.default_backend() != "gpu":
         return False
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), (MP,))
+    mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]), (MP,))
     whole = jax.sharding.PartitionSpec()
     shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
 

@@ -33,9 +33,6 @@ RELATIVE = PREFIX + "relative_position_embs"
 
 T5_BUCKETS = 32
 
-NORMS = ("layernorm", "layernorm-nobias", "layernorm-desync", "rmsnorm", "rmsnorm-bias", "scalenorm", "scalenorm-bias")
-POSITIONS = ("rotary", "t5", "fixed")
-
 
 class Combine(enum.Enum):
     """How the M copies or parts in the published layout make the whole tensor."""

@@ -285,7 +285,7 @@ def settle(config: Config, mesh: Mesh) -> ModelConfig:
             f"the mesh has mp {mesh.shape[MP]}, the config cores_per_replica {config.mesh.cores_per_replica}: "
             "make the mesh with make_mesh(config)"
         )
-    device = mesh.devices.flat[0]
+    device = (mesh.local_devices or mesh.devices.flat)[0]  # a process can ask only its own about their memory
     fused_attention.cudnn_works()
     dtype = model.compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     remat = model.remat if model.remat != "auto" else _remat_for(config, mesh, dtype, device)

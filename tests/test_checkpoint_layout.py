@@ -22,8 +22,9 @@ from conftest import mesh_of
 from mesh_transformer.checkpoint import inventory, layout, manifest
 from mesh_transformer.checkpoint.shards import read_step, snapshot, write_step
 from mesh_transformer.config import load_config
+from mesh_transformer.config_groups import NORMS, POSITIONS
 from mesh_transformer.errors import CheckpointError
-from mesh_transformer.parameters import NORMS, POSITIONS, Combine
+from mesh_transformer.parameters import Combine
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from test_golden import GOLDEN
 from test_golden import network as golden_network
 
 from mesh_transformer import decoding, generation
-from mesh_transformer.parameters import NORMS, POSITIONS
+from mesh_transformer.config_groups import NORMS, POSITIONS
 from mesh_transformer.sampling import sampler_of
 
 # Each of the short pairs is on a mesh of its own kind; the reference knows no mesh.

@@ -20,8 +20,9 @@ from mesh_transformer import load_config
 from mesh_transformer.checkpoint import convert, inventory, layout, publish, streaming
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES
 from mesh_transformer.checkpoint.store import CheckpointStore
+from mesh_transformer.config_groups import NORMS, POSITIONS
 from mesh_transformer.errors import CheckpointError, StorageError
-from mesh_transformer.parameters import NORMS, POSITIONS, Combine
+from mesh_transformer.parameters import Combine
 from scripts import reshard
 
 COUNTS = (1, 2, 4, 8, 16)

@@ -21,9 +21,8 @@ from mesh_transformer.checkpoint import layout, manifest
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.layout import FILES, StateLeaf
 from mesh_transformer.checkpoint.npz import Header, NpzReader
-from mesh_transformer.config_groups import ModelConfig
+from mesh_transformer.config_groups import NORMS, POSITIONS, ModelConfig
 from mesh_transformer.errors import CheckpointError
-from mesh_transformer.parameters import NORMS, POSITIONS
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.manifest import Manifest
