@@ -163,7 +163,7 @@ def kill_once(run: Run, moment: Moment) -> str:
         wait_until(run.saving)
     end = time.monotonic() + moment.delay
     wait_until(lambda: time.monotonic() >= end)
-    caught = "saving" if run.saving() else moment.kind
+    caught = "saving" if moment.kind != "starting" and run.saving() else moment.kind
     process.kill()
     code = process.wait()
     if code == 0:

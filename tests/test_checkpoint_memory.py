@@ -30,10 +30,15 @@ def measure(folder, phase, megabytes, shards, mp):
         pytest.param(3200, 8, 1, 200 * MB, marks=pytest.mark.long),
     ],
 )
-def test_peak_memory(tmp_path, megabytes, shards, mp, allowance):
+def test_peak_memory(tmp_path, record_property, megabytes, shards, mp, allowance):
     saved = measure(tmp_path, "save", megabytes, shards, mp)
+    record_property("state_MB", round(saved["state"] / MB))
+    record_property("saving_MB_above_snapshot", round(saved["above_snapshot"] / MB))
+    record_property("saving_GB_per_second", round(saved["gb_per_second"], 2))
     assert saved["state"] > 0.9 * megabytes * MB
     assert saved["peak"] <= saved["state"] + allowance, saved
     for phase in ("load", "load-slim"):
         loaded = measure(tmp_path, phase, megabytes, shards, mp)
+        record_property(f"{phase}_times_state", round(loaded["times_state"], 3))
+        record_property(f"{phase}_GB_per_second", round(loaded["gb_per_second"], 2))
         assert loaded["peak"] <= 1.3 * loaded["state"] + allowance, loaded

@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
         pytest.param(30, 500, 2, 4, marks=pytest.mark.long),
     ],
 )
-def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path, kills, steps, dp, mp):
+def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path, record_property, kills, steps, dp, mp):
     command = [sys.executable, "scripts/kill_test.py", "--folder", str(tmp_path), "--kills", str(kills)]
     command += ["--steps", str(steps), "--dp", str(dp), "--mp", str(mp)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert f"passed: {kills} kills" in done.stdout
+    record_property("result", done.stdout.splitlines()[-1])
