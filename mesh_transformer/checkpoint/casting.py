@@ -14,6 +14,7 @@ FLOAT_TYPES = {
 }  # fmt: skip
 
 _LARGEST = {np.dtype(np.float16): 65504.0, BFLOAT16: 3.39e38, np.dtype(np.float32): 3.4e38}
+_INFINITE = {np.dtype(np.float16): 0x7C00, BFLOAT16: 0x7F80}  # the bits of infinity; those of NaN are above
 
 
 def cast(values: np.ndarray, dtype: np.dtype, label: str) -> np.ndarray:
@@ -38,6 +39,7 @@ def cast(values: np.ndarray, dtype: np.dtype, label: str) -> np.ndarray:
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    if values.dtype == BFLOAT16:  # ml_dtypes' isfinite goes value by value; the exponent's bits tell as well
-        return not bool(((values.view(np.uint16) & 0x7F80) == 0x7F80).any())
+    if values.dtype in _INFINITE:  # several times as fast as isfinite, which goes value by value
+        bits = values.view(np.uint16) & 0x7FFF
+        return int(bits.max(initial=0)) < _INFINITE[values.dtype]
     return bool(np.isfinite(values).all())
