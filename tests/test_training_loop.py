@@ -116,10 +116,11 @@ def config_of(**keys):
 
 
 def train(
-    executor, data=None, run=None, saved=False, tracker=None, stop=None, validation=None, clock=time.monotonic, **keys
-):
+    executor, data=None, run=None, saved=False, tracker=None, stop=None, validation=None, clock=time.monotonic,
+    watchdog_seconds=60.0, **keys
+):  # fmt: skip
     data, run = data or Numbers(), run or RunState("r")
-    with Watchdog() as watchdog, stop or StopRequest() as entered:
+    with Watchdog(watchdog_seconds) as watchdog, stop or StopRequest() as entered:
         loop = TrainingLoop(
             config_of(**keys), executor, data, run, saved=saved, hardware=Hardware("cpu", 1), stop=entered,
             watchdog=watchdog, validation=validation, trackers=[tracker] if tracker else [], clock=clock,
@@ -342,3 +343,11 @@ def test_metrics_of_a_step_have_the_names_of_the_original():
     assert metrics["noise/S_noise"] == pytest.approx(0.5 / (1 / 2 - 1 / 8))
     assert metrics["noise/B_simple"] == pytest.approx(metrics["noise/S_noise_avg"] / metrics["noise/G_noise_avg"])
     assert "train/mfu" not in metrics, "no peak is known for a CPU"
+
+
+def test_a_tracker_that_hangs_is_named_by_the_watchdog(caplog):
+    """As an upload to a bucket that has become unreachable does, for minutes."""
+    tracker = Lines()
+    tracker.flush = lambda: time.sleep(0.3)
+    train(Descent(), tracker=tracker, total_steps=1, ckpt_every=0, watchdog_seconds=0.1)
+    assert "still writing metrics after" in caplog.text

@@ -166,7 +166,8 @@ class _Session:
             if self._request.new:
                 self._delete_old()
             run_id = self._run_id()
-            opened = trackers.open_trackers(self._config, run_id)
+            with self._watchdog.phase("starting the trackers"):
+                opened = trackers.open_trackers(self._config, run_id)
 
             for tracker in opened:
                 stack.push(lambda kind, error, trace, closed=tracker: _close(closed, code, error))

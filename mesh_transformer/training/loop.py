@@ -31,6 +31,8 @@ from mesh_transformer.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+WRITING = "writing metrics"  # a phase, for the watchdog
+
 
 class TrainData(Protocol):
     """Batches without end, and the position behind the last one handed out."""
@@ -228,8 +230,9 @@ class TrainingLoop:
                 metrics[f"val/sequences_{name}"] = result.sequences
         # The line of a step is written before its checkpoint, so that a kill never leaves a restorable step without.
         if val_loss or is_due(run.log_every, step, self._total):
-            for tracker in self._trackers:
-                tracker.log(step, metrics)
+            with self._watchdog.phase(WRITING):
+                for tracker in self._trackers:
+                    tracker.log(step, metrics)
         if self._progress is not None:
             self._progress.update(step, metrics, seconds)
         if is_due(run.ckpt_every, step, self._total):
@@ -263,5 +266,6 @@ class TrainingLoop:
         self._flush()
 
     def _flush(self) -> None:
-        for tracker in self._trackers:
-            tracker.flush()
+        with self._watchdog.phase(WRITING):
+            for tracker in self._trackers:
+                tracker.flush()
