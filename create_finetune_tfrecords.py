@@ -16,13 +16,13 @@ import os
 import sys
 from collections.abc import Callable
 
+from mesh_transformer.command_line import complain, log_lines
 from mesh_transformer.data.prepare import Options, Result, make_records
 from mesh_transformer.data.progress import Progress
 from mesh_transformer.data.readers import ERRORS, describe_left_out
 from mesh_transformer.data.splitting import BY_DOCUMENT, BY_FILE
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, DataError, MeshTransformerError
+from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, DataError, MeshTransformerError
 
-EXIT_KILLED = 130  # what shells report for Ctrl-C
 DEFAULT_SEQ, DEFAULT_TOKENIZER = 2048, "gpt2"
 
 
@@ -210,7 +210,6 @@ def summary(result: Result, options: Options, verbose: bool = False) -> list[str
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parsed = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO if parsed.verbose else logging.WARNING, format="%(message)s")
     stages: list[Progress] = []
 
     def report(title: str, total: int) -> Callable[[int], None]:
@@ -222,14 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
         return stage.advance
 
     try:
-        options = options_from(parsed)
-        result = make_records(options, report)
+        with log_lines(logging.INFO if parsed.verbose else logging.WARNING):
+            options = options_from(parsed)
+            result = make_records(options, report)
     except MeshTransformerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
-        return EXIT_KILLED
+        return EXIT_KEYBOARD
     stages.pop().done()
     print("\n".join(summary(result, options, parsed.verbose)))
     return EXIT_DONE

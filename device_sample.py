@@ -12,19 +12,18 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import logging
 import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
+from mesh_transformer.command_line import complain, log_lines, positive, which_step
+from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, MeshTransformerError
 
 if TYPE_CHECKING:
     from mesh_transformer.completion import Completer, Options
 
-EXIT_KEYBOARD = 130  # what shells report for a program that Ctrl-C ended
 # The defaults of the 2021 library's scripts.
 MAX_TOKENS, TOP_P, TEMP = 512, 0.9, 0.75
 STREAMED = 4  # tokens between two looks at what has come
@@ -38,7 +37,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     weights.add_argument(
         "--ckpt", metavar="PATH", help="weights: a step_N folder, or a model_dir (default: the config's)"
     )
-    weights.add_argument("--ckpt-step", type=which, default="latest", metavar="N", help="a step, `latest` or `best`")
+    weights.add_argument(
+        "--ckpt-step", type=which_step, default="latest", metavar="N", help="a step, `latest` or `best`"
+    )
     weights.add_argument("--random-init", action="store_true", help="use weights that were never trained")
     parser.add_argument(
         "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
@@ -66,34 +67,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 1")
-    return int(text)
-
-
-def which(text: str) -> int | str:
-    if text not in ("latest", "best") and not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} must be a step's number, latest or best")
-    return int(text) if text.isdigit() else text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    # Their notes on every request or plugin are not about the text.
-    for name in ("jax", "absl", "urllib3", "google"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     for stream in (sys.stdin, sys.stdout):
         # A byte that is no text, or a character that the terminal cannot show, is no reason to stop.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        run(options)
+        with log_lines():
+            run(options)
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return EXIT_KEYBOARD
@@ -156,7 +140,7 @@ def converse(completer: Completer, settings: Options) -> None:
         try:
             answer(completer, prompt, settings)
         except MeshTransformerError as error:
-            print(f"error: {error}", file=sys.stderr)
+            complain(error)
         except KeyboardInterrupt:
             if not person:
                 raise

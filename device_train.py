@@ -9,16 +9,11 @@ Exit codes: 0 done, 2 something to correct, 3 stopped by values that are not fin
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from mesh_transformer.errors import EXIT_NONFINITE, EXIT_USER, MeshTransformerError, NonFiniteError
-
-EXIT_KEYBOARD = 130  # what shells report for a program that Ctrl-C ended
+from mesh_transformer.command_line import complain, ending_at_once, log_lines, positive
+from mesh_transformer.errors import EXIT_KEYBOARD, EXIT_NONFINITE, MeshTransformerError, NonFiniteError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,7 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--yes", action="store_true", help="answer yes to what --new asks")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="refuse to run on any other (default: any)")
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
+        "--devices", type=positive, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, compile, take one step, leave nothing behind"
@@ -53,39 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.fresh_opt and not options.tune_model_path:
         parser.error("--fresh-opt needs --tune-model-path: it says what to leave out of that checkpoint")
-    if options.devices is not None and options.devices < 1:
-        parser.error(f"--devices is {options.devices}; it must be 1 or more")
     return options
-
-
-@contextlib.contextmanager
-def log_lines() -> Iterator[None]:
-    """Shows the package's log on stderr, one plain line each, while the block runs."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("mesh_transformer")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process on the spot while the block runs: where imports are hit, they lose it or trip."""
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,12 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return local.train(local.Request(**vars(options)), command=["device_train.py", *words])
         except NonFiniteError as error:
-            print(f"error: {error}", file=sys.stderr)
+            complain(error)
             return EXIT_NONFINITE
         except MeshTransformerError as error:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
-            return EXIT_USER
+            return complain(error)
         except KeyboardInterrupt:
             print("stopped at once; what was saved before stays", file=sys.stderr)
             return EXIT_KEYBOARD

@@ -10,11 +10,11 @@ number of shards, for the 2021 library, use scripts/reshard.py.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
+from mesh_transformer.command_line import complain, log_lines
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,13 +45,11 @@ def continuation(config_path: str, ckpt: str, prompt: str, max_tokens: int) -> s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     try:
-        print(options.prompt + continuation(options.config, options.ckpt, options.prompt, options.max_tokens))
+        with log_lines():
+            print(options.prompt + continuation(options.config, options.ckpt, options.prompt, options.max_tokens))
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     return EXIT_DONE
 
 

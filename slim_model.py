@@ -10,18 +10,18 @@ Needs no accelerator, and memory for about two of the model's largest tensors. d
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
+from mesh_transformer.command_line import complain, log_lines, which_step
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="JSON config, a path or URL")
     parser.add_argument(
-        "--ckpt-step", type=which, default="latest", metavar="N", help="a step of model_dir, latest or best (latest)"
+        "--ckpt-step", type=which_step, default="latest", metavar="N", help="a step, latest or best (latest)"
     )
     parser.add_argument(
         "--f16", action="store_true", help="float16 instead of bfloat16; refused where a value is above 65504"
@@ -30,15 +30,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def which(text: str) -> int | str:
-    if text not in ("latest", "best") and not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} must be a step's number, latest or best")
-    return int(text) if text.isdigit() else text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     # Imported after parsing, so that --help and mistakes on the command line show at once.
     from mesh_transformer.checkpoint import convert
     from mesh_transformer.checkpoint.casting import FLOAT_TYPES
@@ -46,16 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mesh_transformer.config import load_config
 
     try:
-        config = load_config(options.config)
-        run = config.run
-        store = CheckpointStore(run.directory, run.keep_n, run.keep_every, run.keep_best)
-        source = store.path(store.resolve(options.ckpt_step))
-        out = options.output or store.model_dir + ("_slim_f16" if options.f16 else "_slim")
-        done = convert.slim(source, out, FLOAT_TYPES["f16" if options.f16 else "bf16"], config)
+        with log_lines():
+            config = load_config(options.config)
+            run = config.run
+            store = CheckpointStore(run.directory, run.keep_n, run.keep_every, run.keep_best)
+            source = store.path(store.resolve(options.ckpt_step))
+            out = options.output or store.model_dir + ("_slim_f16" if options.f16 else "_slim")
+            done = convert.slim(source, out, FLOAT_TYPES["f16" if options.f16 else "bf16"], config)
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     print(f"wrote {done}")
     return EXIT_DONE
 

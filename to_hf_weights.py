@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
+from mesh_transformer.command_line import complain, log_lines
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.huggingface import Export
@@ -53,18 +54,14 @@ def convert(ckpt: Any, config: Any, out: Any, **options: Any) -> Export:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    level = logging.DEBUG if options.debug else logging.INFO
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    logging.getLogger("mesh_transformer").setLevel(level)
     try:
-        found = convert(
-            options.input_ckpt, options.config, options.output_path, dtype=options.dtype,
-            max_shard_size=options.max_shard_size, trim_vocab=options.trim_vocab, tokenizer=options.tokenizer,
-        )  # fmt: skip
+        with log_lines(logging.DEBUG if options.debug else logging.INFO):
+            found = convert(
+                options.input_ckpt, options.config, options.output_path, dtype=options.dtype,
+                max_shard_size=options.max_shard_size, trim_vocab=options.trim_vocab, tokenizer=options.tokenizer,
+            )  # fmt: skip
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     print(
         f"{found.path}: {found.tensors} tensors, {found.bytes / 1e6:,.1f} MB of {found.dtype} in "
         f"{len(found.files)} file{'s' if len(found.files) > 1 else ''} (the source was {found.source_dtype})"

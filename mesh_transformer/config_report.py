@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mesh_transformer.command_line import complain
 from mesh_transformer.config import GROUPS, SPECS, Config, check_mesh, load_config, mesh_notice, resolve_epochs
 from mesh_transformer.config_fields import Spec, fields_of, specs_of
 from mesh_transformer.config_records import count_records
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 if TYPE_CHECKING:
     from mesh_transformer.parameters import Kind
@@ -231,8 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.write(report(load_config(options.file), options.devices))
     except MeshTransformerError as error:
-        sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
-        return EXIT_USER
+        return complain(error)
     return EXIT_DONE
 
 

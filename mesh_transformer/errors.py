@@ -8,6 +8,7 @@ EXIT_DONE = 0
 EXIT_USER = 2
 EXIT_NONFINITE = 3
 EXIT_INTERRUPTED = 75
+EXIT_KEYBOARD = 130  # what shells report for a program that Ctrl-C ended
 
 
 class MeshTransformerError(Exception):

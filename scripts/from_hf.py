@@ -10,14 +10,14 @@ docs/huggingface.md tells the rest.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError  # noqa: E402
+from mesh_transformer.command_line import complain, log_lines  # noqa: E402
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,15 +34,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     from mesh_transformer.checkpoint.huggingface_import import from_hf
 
     try:
-        found = from_hf(options.input, options.output, options.shards, options.dtype, options.n_vocab)
+        with log_lines():
+            found = from_hf(options.input, options.output, options.shards, options.dtype, options.n_vocab)
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     print(f"{found.path}: {found.shards} shard{'s' if found.shards > 1 else ''}; its config is {found.config}")
     return EXIT_DONE
 

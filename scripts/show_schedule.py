@@ -12,10 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from mesh_transformer.command_line import complain
 from mesh_transformer.config import check_mesh, load_config, resolve_epochs
 from mesh_transformer.config_records import count_records
 from mesh_transformer.config_report import schedule_lines
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = resolve_epochs(config, records, dp)
         print("\n".join(schedule_lines(config, dp, records)))
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     return EXIT_DONE
 
 

@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # run as a file, without the package installed
     sys.path.insert(0, str(ROOT))
 
-from mesh_transformer.data.inputs import find_inputs  # noqa: E402  after the path
+from mesh_transformer.command_line import complain  # noqa: E402  after the path
+from mesh_transformer.data.inputs import find_inputs  # noqa: E402
 from mesh_transformer.data.progress import Progress  # noqa: E402
 from mesh_transformer.data.readers import ERRORS, Reader, describe_left_out  # noqa: E402
 from mesh_transformer.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer  # noqa: E402
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError  # noqa: E402
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,8 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         tokenizer, notes = train(options)
     except MeshTransformerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     print("\n".join([f"{options.output}: {tokenizer.vocab_size} tokens, hash {tokenizer.hash}", *notes]))
     return EXIT_DONE
 

@@ -10,7 +10,6 @@ GB of the full one. Either is local or a URL, of zstd, gzip, xz or plain tar. do
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mesh_transformer.checkpoint import archive, archive_slim  # noqa: E402
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES  # noqa: E402
+from mesh_transformer.command_line import complain, log_lines  # noqa: E402
 from mesh_transformer.config import load_config  # noqa: E402
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, MeshTransformerError  # noqa: E402
+from mesh_transformer.errors import EXIT_DONE, MeshTransformerError  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,18 +40,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     try:
-        config = load_config(options.config) if options.config else None
-        if config is not None and options.params_only:
-            dtype = FLOAT_TYPES[options.dtype] if options.dtype else None
-            path = archive_slim.unpack_slim(options.archive, options.out, config, dtype)
-        else:
-            path = archive.unpack(options.archive, options.out, config)
+        with log_lines():
+            config = load_config(options.config) if options.config else None
+            if config is not None and options.params_only:
+                dtype = FLOAT_TYPES[options.dtype] if options.dtype else None
+                path = archive_slim.unpack_slim(options.archive, options.out, config, dtype)
+            else:
+                path = archive.unpack(options.archive, options.out, config)
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     print(f"wrote {path}")
     return EXIT_DONE
 

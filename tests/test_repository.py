@@ -29,19 +29,19 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # The rooms of the package from the ground up: a room imports only from its own row and those above it in this list.
 LAYERS: list[set[str]] = [
     {"errors"},
+    {"command_line"},
     {"config_fields", "config_rules", "config_groups", "config", "storage", "gcs"},
     {"mesh", "parameters", "collectives", "state"},
     {"attention", "fused_attention", "cross_entropy", "layers", "optimizer", "steps"},
-    {"steps", "transformer_shard"},
+    {"transformer_shard"},
     {"sampling", "decoding", "checkpoint", "data"},
     {"generation"},
     {"completion", "inference", "prompt_files"},
-    {"config_records", "config_report", "training", "inference", "completion", "prompt_files"},
+    {"config_records", "config_report", "training"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {
     ("transformer_shard", "checkpoint"),  # the network of the public face has load_ckpt, write_ckpt
-    ("transformer_shard", "generation"),  # and generate
     ("transformer_shard", "generation"),  # and generate
     ("config", "config_report"),  # `python -m mesh_transformer.config` is the report's command
 }

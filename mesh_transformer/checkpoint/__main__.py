@@ -19,8 +19,9 @@ from mesh_transformer.checkpoint import inspect, manifest
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inspect import Inspection
 from mesh_transformer.checkpoint.store import find_step
+from mesh_transformer.command_line import complain
 from mesh_transformer.config import load_config
-from mesh_transformer.errors import EXIT_DONE, EXIT_USER, CheckpointError, MeshTransformerError
+from mesh_transformer.errors import EXIT_DONE, CheckpointError, MeshTransformerError
 
 EXIT_DAMAGED = 1
 
@@ -104,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         problems.append(str(error))
     except MeshTransformerError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_USER
+        return complain(error)
     for line in problems:
         print(f"error: {line}", file=sys.stderr)
     return EXIT_DAMAGED if problems else EXIT_DONE

@@ -1,0 +1,63 @@
+"""What the commands share: their lines on the error stream, and options that several have."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from mesh_transformer.errors import EXIT_USER
+
+
+@contextlib.contextmanager
+def log_lines(level: int = logging.INFO) -> Iterator[None]:
+    """Shows the package's log on the error stream, one plain line each, while the block runs."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("mesh_transformer")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process on the spot while the block runs: where imports are hit, they lose it or trip."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def complain(error: Exception) -> int:
+    """Says what the user can correct, a line for each problem and no traceback; returns the exit code for that."""
+    sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+    return EXIT_USER
+
+
+def positive(text: str) -> int:
+    """An option's value that is an integer of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 1")
+    return int(text)
+
+
+def which_step(text: str) -> int | str:
+    """An option's value that names a checkpoint: a step's number, `latest` or `best`."""
+    if text not in ("latest", "best") and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} must be a step's number, latest or best")
+    return int(text) if text.isdigit() else text
