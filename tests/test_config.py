@@ -149,6 +149,7 @@ def test_data_paths_are_under_data_dir_unless_absolute():
     assert data.train_path == "folder/text.train.index"
     assert data.val_paths == {"a": "/x/a.index", "b": "gs://bucket/b.index", "c": "folder/c.index"}
     assert load_config(MINIMAL).data.train_path == "data/text.train.index"
+    assert load_config({**MINIMAL, "data_dir": "gs://b/data"}).data.train_path == "gs://b/data/text.train.index"
 
 
 def test_files_by_path_string_and_url(tmp_path):

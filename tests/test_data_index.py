@@ -7,7 +7,7 @@ import os
 import pytest
 from data_tools import number_files, numbered, read_numbers, write_records
 
-from mesh_transformer.data.index import locate, read_index
+from mesh_transformer.data.index import read_index
 from mesh_transformer.data.loader import RecordLoader
 from mesh_transformer.errors import DataError
 
@@ -24,13 +24,6 @@ def test_lines_are_absolute_urls_or_relative_to_the_index(tmp_path):
     assert read_index(str(index)) == [
         "/abs/a.tfrecords", "gs://bucket/b.tfrecords", "https://host/c.tfrecords", "/abs/d", f"{tmp_path}/../e",
     ]  # fmt: skip
-
-
-def test_entries_of_a_config_lie_under_data_dir():
-    assert locate("a.train.index", "data") == "data/a.train.index"
-    assert locate("/x/a.index", "data") == "/x/a.index"
-    assert locate("gs://b/a.index", "data") == "gs://b/a.index"
-    assert locate("a.index", "gs://b/data") == "gs://b/data/a.index"
 
 
 def test_reads_from_any_working_directory(tmp_path, monkeypatch):

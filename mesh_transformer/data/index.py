@@ -15,11 +15,6 @@ from mesh_transformer.errors import DataError
 _LOG = logging.getLogger(__name__)
 
 
-def locate(entry: str, data_dir: str) -> str:
-    """Where a config's `train_set` or `val_set` entry lies: absolute or a URL as it stands, else under `data_dir`."""
-    return storage.join(data_dir, entry)
-
-
 def read_index(path: str) -> list[str]:
     """The record files that an index file lists, in order. Raises DataError when there are none, or it is no index."""
     if not storage.exists(path):

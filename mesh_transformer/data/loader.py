@@ -66,21 +66,6 @@ class RecordLoader:
         """Records handed out since the run began, over all epochs and resumes."""
         return self._position.records
 
-    @property
-    def fingerprint(self) -> str:
-        """Tells whether two data sets are the same."""
-        return self.records.fingerprint
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether batches have a mask."""
-        return self.records.has_mask
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Whole batches in an epoch; reads the frames of files that have no description beside them."""
-        return self.records.count // self.batch_records
-
     def __iter__(self) -> RecordLoader:
         return self
 

@@ -108,7 +108,8 @@ def keep_lines(path: str, step: int) -> None:
     dropped = 0
     with open(path, encoding="utf-8", errors="replace") as old, open(draft, "w", encoding="utf-8") as new:
         for text in old:
-            if _step_of(text) is None or int(_step_of(text) or 0) > step:
+            found = _step_of(text)
+            if found is None or found > step:
                 dropped += 1
             else:
                 new.write(text)
