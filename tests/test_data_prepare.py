@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,12 @@ def texts(folder: Path, count: int, words: int = 60) -> Path:
     for number in range(count):
         (folder / f"t{number:02}.txt").write_text(f"{number}: " + prose(words + number, number))
     return folder
+
+
+def run_on_a(folder: Path, *flags: str | int) -> int:
+    """The script on a.txt of a folder, into out; its exit code."""
+    command = (folder / "a.txt", "set", "--output-dir", folder / "out", "--tokenizer", tokenizer_path(), "--seq", 16)
+    return run_script(*command, *flags)
 
 
 def ids(text: str) -> list[int]:
@@ -289,21 +296,9 @@ def test_seq_and_tokenizer_from_a_config(tmp_path, capsys):
 )
 def test_refusals_are_one_line_and_leave_nothing_behind(tmp_path, capsys, flags, message):
     (tmp_path / "a.txt").write_text("the cat " * 50)
-    command = (
-        tmp_path / "a.txt",
-        "set",
-        "--output-dir",
-        tmp_path / "out",
-        "--tokenizer",
-        tokenizer_path(),
-        "--seq",
-        16,
-    )
-    assert run_script(*command, *flags) == 2
+    assert run_on_a(tmp_path, *flags) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
-    import re
-
     assert re.search(message, error)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
@@ -311,17 +306,7 @@ def test_refusals_are_one_line_and_leave_nothing_behind(tmp_path, capsys, flags,
 def test_an_error_of_a_worker_reaches_the_user(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mesh_transformer.data.prepare._WORTH_WORKERS", 0)
     (tmp_path / "a.txt").write_bytes(prose(100, 0).encode() + b"\xff")
-    command = (
-        tmp_path / "a.txt",
-        "set",
-        "--output-dir",
-        tmp_path / "out",
-        "--tokenizer",
-        tokenizer_path(),
-        "--seq",
-        16,
-    )
-    assert run_script(*command, "--workers", 2) == 2
+    assert run_on_a(tmp_path, "--workers", 2) == 2
     assert "is not UTF-8" in capsys.readouterr().err
 
 
