@@ -274,3 +274,15 @@ def test_tensors_out_of_order_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match="the end came"):
             publish.write_weights(tmp_path / "out", config.model, 2, tensors[:3], counters)
     assert not list((tmp_path / "out").rglob("*.npz"))
+
+
+def test_a_bias_too_small_to_be_divided_stays_whole_in_sixteen_bits(tmp_path):
+    """An eighth of float16's smallest value is 0, and the sum of eight zeros would be 0."""
+    config = load_config(config_file(tmp_path))
+    state = state_of(config.model, "zeros")._replace(opt_state=None)
+    state.params["causal_transformer_shard/~/transformer_layer_shard"]["b2"][:] = 2**-24
+    write_2021(tmp_path / "in", config.model, state, 1)
+    done = convert.reshard(tmp_path / "in", tmp_path / "out", 8, FLOAT_TYPES["f16"], config)
+    with streaming.open_weights(done.path) as weights:
+        (bias,) = [t.value for t in weights.tensors() if t.leaf.label.endswith("layer_0/~/linear_5/b")]
+    assert (bias == np.float32(2**-24)).all()
