@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mesh_transformer import storage
-from mesh_transformer.config_fields import Spec, check_value, fields_of, nearest, shorten, specs_of
+from mesh_transformer.config_fields import MOST, Spec, check_value, fields_of, nearest, shorten, specs_of
 from mesh_transformer.config_groups import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig
 from mesh_transformer.config_rules import derive, relations
 from mesh_transformer.errors import ConfigError
@@ -30,7 +30,14 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "run": RunConfig,
 }
-VERSION = Spec(kind="integer", default=1, null=1, low=1, high=2, meaning="network: 1 Megatron-style, 2 ZeRO-style")
+VERSION = Spec(
+    kind="integer",
+    default=1,
+    null=1,
+    low=1,
+    high=2,
+    meaning="network: 1 Megatron-style, 2 ZeRO-style (not available so far)",
+)
 SPECS: dict[str, Spec] = {name: spec for group in GROUPS.values() for name, spec in specs_of(group).items()}
 SPECS["version"] = VERSION
 
@@ -189,6 +196,8 @@ def resolve_epochs(config: Config, n_records: int, dp: int) -> Config:
         raise ConfigError(f"epochs ({config.data.epochs:g}) needs a train_set with records, found {n_records}")
     values = config.to_dict()
     steps = math.ceil(config.data.epochs * n_records / config.sequences_per_step(dp))
+    if steps > MOST:
+        raise ConfigError(f"epochs ({config.data.epochs:g}) of {n_records} records are {steps:g} steps, above {MOST}")
     values.update(total_steps=steps, epochs=None)
     values = derive(values, values, config.source)
     return dataclasses.replace(

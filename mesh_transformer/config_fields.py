@@ -21,6 +21,8 @@ INT, FLOAT, BOOL, STRING, STRINGS, MAPPING = (
     "mapping of strings",
 )
 
+MOST = 2**31 - 1  # of an integer without a bound of its own
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
@@ -126,6 +128,8 @@ def check_value(name: str, value: Any, spec: Spec) -> tuple[Any, str | None]:
         good = isinstance(value, bool) if spec.kind == BOOL else isinstance(value, str) and bool(value.strip())
     if not good or not _within(value, spec):
         return value, _wrong(name, given, spec)
+    if spec.kind == INT and spec.high is None and value > MOST:
+        return value, f"{name} is {shorten(repr(given))}; it must be at most {MOST}, since devices count in 32 bits"
     return value, _wrong_item(name, value) if spec.kind == MAPPING else None
 
 

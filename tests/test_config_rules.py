@@ -42,6 +42,8 @@ BAD = [
     ({"layers": True}, r"layers is true; it must be an integer"),
     ({"layers": None}, r"layers is null; it must be an integer"),
     ({"layers": 10**400}, r"layers is 1000"),
+    ({"total_steps": 10**20}, r"total_steps is 100000000000000000000; it must be at most 2147483647"),
+    ({"anneal_steps": 2**31}, r"anneal_steps is 2147483648; it must be at most 2147483647"),
     ({"lr": "5e-5"}, r"lr is '5e-5'; it must be a number > 0.*without quotes"),
     ({"lr": float("nan")}, r"lr is nan; it must be a number"),
     ({"lr": float("inf")}, r"lr is inf; it must be a number"),
@@ -201,3 +203,8 @@ def test_a_tpu_size_that_is_not_used_is_said():
 def test_epochs_of_nothing():
     with pytest.raises(ConfigError, match=r"epochs \(2\) needs a train_set with records, found 0"):
         resolve_epochs(load_config({**GOOD, "epochs": 2, "total_steps": None}), 0, 1)
+
+
+def test_epochs_without_end():
+    with pytest.raises(ConfigError, match=r"epochs \(1e\+18\) of 100 records are 1e\+20 steps, above 2147483647"):
+        resolve_epochs(load_config({**GOOD, "epochs": 1e18, "total_steps": None}), 100, 1)
