@@ -117,7 +117,11 @@ class MeshConfig:
     per_replica_batch: int = key(INT, 1, "sequences of one replica in one microbatch", low=1, unit="sequences")
     gradient_accumulation_steps: int = key(INT, 1, "microbatches per update", low=1, unit="microbatches")
     tpu_size: int | None = key(
-        INT, None, "devices of the pod; train.py checks it, device_*.py use what they find", low=1, unit="devices"
+        INT,
+        None,
+        "devices the config was made for; decides nothing, a run says so where it differs",
+        low=1,
+        unit="devices",
     )
     zero_stage: int = key(INT, 0, "what is sharded over dp too; only 0 is available so far", low=0, high=0)
 
@@ -211,9 +215,13 @@ class RunConfig:
     )
     max_skipped: int = key(INT, 10, "non-finite batches in a row before the run stops", low=1, unit="batches")
     noise_scale_alpha: float = key(FLOAT, 0.01, "weight of a new step in the noise scale's averages", above=0, high=1)
-    eval_harness_tasks: tuple[str, ...] = key(STRINGS, (), "evaluation harness tasks run in training", null=())
-    eval_only: bool = key(BOOL, False, "version 2: load without optimizer")
-    early_collect: bool = key(BOOL, True, "version 2: gather weights over dp once a step, not once a layer")
+    eval_harness_tasks: tuple[str, ...] = key(
+        STRINGS, (), "evaluation harness tasks to run in training; not available so far", null=()
+    )
+    eval_only: bool = key(BOOL, False, "version 2: load without optimizer; not available so far")
+    early_collect: bool = key(
+        BOOL, True, "version 2: gather weights over dp once a step, not once a layer; not available so far"
+    )
     sampler: str = key(STRING, "nucleus", "how tokens are drawn", choices=("nucleus",), null="nucleus")
     gen_length: int | None = key(INT, None, "tokens to generate", derived="the script's own", low=1, unit="tokens")
 
