@@ -11,6 +11,7 @@ from checkpoint_tools import assert_states_equal, config_of, random_state, witho
 from conftest import mesh_of
 
 from mesh_transformer import storage
+from mesh_transformer.checkpoint import convert
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inspect import inspect
 from mesh_transformer.checkpoint.shards import read_step
@@ -109,3 +110,14 @@ def test_missing_files_are_told_from_a_server_that_is_not_there(run):
             storage.probe_writable(f"{url}/run")
     with pytest.raises(StorageError, match="cannot open"):
         read_step(f"{url}/run/step_5", CONFIG.model, MESH)
+
+
+@pytest.mark.slow
+def test_a_step_is_converted_from_its_url(run):
+    """Of the 2021 library too, whose folder of steps cannot be listed there."""
+    with serving(run, Ranges) as url:
+        one = convert.reshard(f"{url}/run/step_5", run / "one", 1)
+        os.remove(run / "run" / "step_5" / "manifest.json")
+        again = convert.reshard(f"{url}/run/step_5", run / "again", 1, config=CONFIG)
+    assert_states_equal(read_step(one.path, CONFIG.model, MESH), random_state(CONFIG.model, MESH))
+    assert_states_equal(read_step(again.path, CONFIG.model, MESH), random_state(CONFIG.model, MESH))

@@ -1,5 +1,8 @@
 """Re-sharding: any number of shards in, any out, against the 2021 layout written out by hand."""
 
+import dataclasses
+import shutil
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,8 +20,9 @@ from weights_tools import (
 )
 
 from mesh_transformer import load_config
-from mesh_transformer.checkpoint import convert, inventory, layout, publish, streaming
+from mesh_transformer.checkpoint import convert, inventory, layout, manifest, publish, streaming
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES
+from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.config_groups import NORMS, POSITIONS
 from mesh_transformer.errors import CheckpointError, StorageError
@@ -286,3 +290,33 @@ def test_a_bias_too_small_to_be_divided_stays_whole_in_sixteen_bits(tmp_path):
     with streaming.open_weights(done.path) as weights:
         (bias,) = [t.value for t in weights.tensors() if t.leaf.label.endswith("layer_0/~/linear_5/b")]
     assert (bias == np.float32(2**-24)).all()
+
+
+def test_a_file_of_another_save_is_not_laundered(tmp_path):
+    """Sizes and each array's own sum are right; only the manifest knows. The copy would have had a clean manifest."""
+    config = load_config(config_file(tmp_path))
+    for name, seed in (("a", 0), ("b", 1)):
+        write_2021(tmp_path / name / "step_9", config.model, state_of(config.model, "trained", seed), 2)
+        convert.reshard(tmp_path / name / "step_9", tmp_path / f"{name}2", 2, config=config)
+    shutil.copy(tmp_path / "b2/step_9/shard_1/5.npz", tmp_path / "a2/step_9/shard_1/5.npz")
+    with pytest.raises(DamagedError, match=r"shard_1/5\.npz has checksum"):
+        convert.reshard(tmp_path / "a2", tmp_path / "out", 1)
+    assert not list((tmp_path / "out").rglob("*.npz"))
+
+
+def test_two_byte_values_that_the_manifest_calls_something_else_are_refused(tmp_path):
+    config = load_config(config_file(tmp_path))
+    write_2021(tmp_path / "in" / "step_9", config.model, state_of(config.model, "trained"), 2)
+    path = convert.slim(tmp_path / "in" / "step_9", tmp_path / "out", FLOAT_TYPES["bf16"], config).path
+    described = manifest.read(path)
+    leaves = [leaf._replace(dtype="uint16") if leaf.shard_shape else leaf for leaf in described.leaves]
+    manifest.write(path, dataclasses.replace(described, leaves=leaves))
+    with pytest.raises(DamagedError, match=r"is bfloat16\[32\], in the manifest uint16\[32\]"):
+        streaming.open_weights(path)
+
+
+def test_every_spelling_of_a_path_opens_the_same(tmp_path):
+    write_2021(tmp_path / "step_9", model_of(), state_of(model_of(), "trained"), 2)
+    for path in (f"{tmp_path}/step_9", f"{tmp_path}/step_9/", f"file://{tmp_path}/step_9/", tmp_path / "step_9"):
+        with streaming.open_weights(path, model_of()) as weights:
+            assert weights.step == 9 and weights.path == f"{tmp_path}/step_9"

@@ -79,7 +79,20 @@ def take(step_dir: storage.PathLike, model: ModelConfig | None = None) -> Invent
         reader = NpzReader(layout.shard_file(path, 0, file))
         headers += [reader.header(number) for number in range(len(reader))]
         reader.close()
+    if described is not None:
+        _check_described(path, described, headers)
     return Inventory(path, shards, tuple(headers), described)
+
+
+def _check_described(path: str, described: Manifest, headers: Sequence[Header]) -> None:
+    """Raises DamagedError where arrays are not what the manifest says, such as 2-byte values that are not bfloat16."""
+    problems = [
+        f"{leaf.name} is {header.dtype}{list(header.shape)}, in the manifest {leaf.dtype}{list(leaf.shard_shape)}"
+        for leaf, header in zip(described.leaves, headers, strict=True)
+        if (leaf.dtype, leaf.shard_shape) != (str(header.dtype), header.shape)
+    ]
+    if problems:
+        raise DamagedError(f"{path} was altered: {'; '.join(problems)}; copy the step again, or use another", problems)
 
 
 def match(found: Inventory, model: ModelConfig, mesh_shards: int) -> tuple[StateLeaf, ...]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from mesh_transformer import storage
-from mesh_transformer.checkpoint import inventory, layout, meta
+from mesh_transformer.checkpoint import inventory, layout, manifest, meta
 from mesh_transformer.checkpoint.blocks import merge_copies, rows_region
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inventory import Inventory
@@ -85,6 +85,7 @@ class Weights:
         self._pool = ThreadPoolExecutor(_WORKERS)
         self._readers: list[NpzReader] = []
         self._file: int | None = None
+        self._verified: set[int] = set()
 
     @property
     def path(self) -> str:
@@ -167,6 +168,7 @@ class Weights:
         """All shards' file of this number; one number is open at a time, since cloud files hold a buffer each."""
         if file != self._file:
             self._close_readers()
+            self._verify(file)
             # Kept as they come: after an error the ones that did open are closed with the rest.
             for reader in self._pool.map(
                 lambda shard: NpzReader(layout.shard_file(self.path, shard, file)), range(self.shards)
@@ -174,6 +176,13 @@ class Weights:
                 self._readers.append(reader)
             self._file = file
         return self._readers
+
+    def _verify(self, file: int) -> None:
+        """Compare files with the manifest's checksums, each once, right before they are read from the same cache."""
+        if self.found.manifest is not None and file not in self._verified:
+            names = {f"shard_{shard}/{file}.npz" for shard in range(self.shards)}
+            manifest.verify(self.path, self.found.manifest, names)
+            self._verified.add(file)
 
     def _close_readers(self) -> None:
         while self._readers:
@@ -234,7 +243,7 @@ def _details(found: Inventory) -> dict[str, Any]:
     if "step" in details or not re.fullmatch(r"step_\d+", folder):
         return details
     details["step"] = int(folder[5:])
-    if found.manifest is None:
+    if found.manifest is None and storage.can_list(found.path):
         with contextlib.suppress(DamagedError):
             details["aux"] = meta.load(storage.parent(found.path)).aux.get(details["step"], {})
     return details
