@@ -9,6 +9,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_tools import config_of
 from conftest import batch_of, network_of
 from data_tools import prose, tokenizer, tokenizer_path
 from hf_tools import EMBEDDING, hf_tensors, random_tree, read_folder, write_file, write_step
@@ -293,10 +294,7 @@ class TestBin:
         np.testing.assert_allclose(np.asarray(net.logits(tokens)), logits_of(peer, tokens), atol=1e-4, rtol=0)
 
 
-def test_tools_disagree_with_another_tree():
-    """The worked-out tensors do depend on every parameter."""
-    from checkpoint_tools import config_of
-
+def test_the_tensors_made_by_hand_depend_on_every_parameter():
     model = config_of(1).model
     one, two = hf_tensors(random_tree(model, 0)), hf_tensors(random_tree(model, 1))
     assert all((one[name] != two[name]).any() for name in one)
