@@ -136,7 +136,7 @@ def _read(path: str) -> tuple[dict[str, Any], list[str]]:
         with storage.open_file(path, "rb") as file:
             text = file.read().decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(error).removeprefix(f"{path}: ")
         raise ConfigError(f"{path}: the config cannot be read: {reason}") from error
     problems: list[str] = []
 
@@ -213,11 +213,14 @@ def resolve_epochs(config: Config, n_records: int, dp: int) -> Config:
 def check_mesh(config: Config, n_devices: int) -> tuple[int, int]:
     """(dp, mp) on `n_devices` devices. Raises ConfigError naming both numbers where they do not fit."""
     mp = config.mesh.cores_per_replica
-    if n_devices % mp or n_devices < 1:
+    if n_devices < 1:
+        raise ConfigError(f"{n_devices} devices were asked for; a replica takes cores_per_replica ({mp})")
+    if n_devices % mp:
         fewer = n_devices // mp * mp
         use = f"use {fewer} of them with --devices {fewer}, or " if fewer else ""
+        noun = "device" if n_devices == 1 else "devices"
         raise ConfigError(
-            f"{n_devices} devices cannot be split into replicas of cores_per_replica ({mp}): {use}"
+            f"{n_devices} {noun} cannot be split into replicas of cores_per_replica ({mp}): {use}"
             f"set cores_per_replica to a divisor of {n_devices} (any checkpoint loads at any value), "
             f"or simulate {max(mp, fewer + mp)} devices with --platform cpu --devices {max(mp, fewer + mp)}"
         )
