@@ -192,16 +192,17 @@ class CausalTransformer:
 
         loss and last_loss are the optimised totals; cross_entropy and z_loss their parts; grad_norm is of the sum
         over microbatches; learning_rate the one used; skipped 1 where a gradient was not finite and nothing changed.
-        Raises DataError when the batch does not fit the mesh, CheckpointError when the state has no optimizer.
+        Raises DataError when the batch does not fit mesh or model, CheckpointError when the state has no optimizer.
         """
         optimizer.of(self.state)
-        obs, target = np.asarray(batch["obs"], np.int32), np.asarray(batch["target"], np.int32)
-        if obs.ndim != 3 or obs.shape != target.shape or obs.shape[1] % self.mesh.shape[DP]:
+        obs, target = self._tokens(batch, "[A, B, S]")
+        if obs.shape[1] % self.mesh.shape[DP]:
             raise DataError(
-                f"a training batch is obs and target [A, B, S] with B a multiple of dp ({self.mesh.shape[DP]}), "
-                f"found {obs.shape} and {target.shape}"
+                f"B of a training batch must be a multiple of dp ({self.mesh.shape[DP]}), found {obs.shape}"
             )
         mask = np.asarray(batch["mask"], np.float32) if "mask" in batch else np.ones(obs.shape, np.float32)
+        if mask.shape != obs.shape:
+            raise DataError(f"mask has shape {mask.shape}, obs has {obs.shape}: they must be equal")
         placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask))
         self.state, metrics = train_step(self.model, self.config.optim, self.mesh)(self.state, placed)
         return metrics
@@ -209,9 +210,9 @@ class CausalTransformer:
     def eval(self, batch: Mapping[str, Any]) -> steps.Metrics:
         """Losses of {"obs", "target" [B, S][, "ctx_length" [B]]}: loss, last_loss [B]; all_loss, correct [B, S].
 
-        Any B: rows are added up to a multiple of dp and taken off again.
+        Any B: rows are added up to a multiple of dp and taken off again. Raises DataError when the batch does not fit.
         """
-        obs, target = np.asarray(batch["obs"], np.int32), np.asarray(batch["target"], np.int32)
+        obs, target = self._tokens(batch, "[B, S]")
         rows, S = obs.shape
         ctx_length = np.asarray(batch.get("ctx_length", np.full(rows, S)), np.int32).reshape(-1)
         missing = -rows % self.mesh.shape[DP]
@@ -221,6 +222,23 @@ class CausalTransformer:
         arrays = steps.place(self.mesh, (P(DP), P(DP), P(DP)), (obs, target, ctx_length))
         out = eval_step(self.model, self.mesh)(self.state.params, *arrays)
         return {k: v[:rows] for k, v in out.items()} if missing else out
+
+    def _tokens(self, batch: Mapping[str, Any], axes: str) -> tuple[np.ndarray, np.ndarray]:
+        """obs and target, int32, of the rank of `axes`, of equal shape, with S at most seq and ids below n_vocab.
+
+        Checked here since compiled code would not: an id out of range finds no row and an all-zero embedding.
+        """
+        obs, target = np.asarray(batch["obs"]), np.asarray(batch["target"])
+        if obs.ndim != axes.count(",") + 1 or obs.shape != target.shape or not 1 <= obs.shape[-1] <= self.model.seq:
+            raise DataError(
+                f"obs and target must be {axes} with S at most seq ({self.model.seq}), "
+                f"found {obs.shape} and {target.shape}"
+            )
+        for name, ids in (("obs", obs), ("target", target)):
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.model.n_vocab:
+                found = f"{name} holds ids from {ids.min()} to {ids.max()}"
+                raise DataError(f"{found}, outside 0 to n_vocab - 1 ({self.model.n_vocab - 1})")
+        return obs.astype(np.int32), target.astype(np.int32)
 
     def logits(self, obs: Any) -> jax.Array:
         """Logits [B, S, V] float32 of obs [B, S], all at once: for tests and small models."""

@@ -182,5 +182,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     net = network_of(2, 1)
     with pytest.raises(DataError, match="multiple of dp"):
         net.train(batch_of(1, 3, S))
+    with pytest.raises(DataError, match=r"at most seq \(16\), found \(1, 2, 17\)"):
+        net.train(batch_of(1, 2, S + 1))
+    with pytest.raises(DataError, match=r"must be \[B, S\]"):
+        net.eval(batch_of(1, 2, S))
+    with pytest.raises(DataError, match=r"mask has shape \(1, 2, 3\)"):
+        net.train({**batch_of(1, 2, S), "mask": np.ones((1, 2, 3))})
+    with pytest.raises(DataError, match=r"target holds ids from 0 to 64, outside"):
+        net.eval({"obs": np.zeros((1, S)), "target": np.array([[0] * (S - 1) + [64]])})
     with pytest.raises(ConfigError, match="mp 2.*cores_per_replica 1"):
         CausalTransformer(load_config(tiny()), mesh_of(1, 2))
