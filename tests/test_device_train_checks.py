@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from training_tools import PER_STEP, ROOT, Run, S, interrupt_at, make_data, straight_run, write_file
@@ -75,6 +76,12 @@ def test_new_asks_and_needs_yes_without_a_terminal(straight, data, tmp_path, mon
     monkeypatch.setattr(sys, "stdin", None)
     assert run("--new") == 2
     assert "pass --yes" in capsys.readouterr().err
+    with open(os.openpty()[1]) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        for answer in ("n", "", EOFError()):
+            monkeypatch.setattr("builtins.input", Mock(side_effect=[answer]))
+            assert run("--new") == 2
+            assert "was not agreed to" in capsys.readouterr().err
     assert run.files() == before
     assert run("--new", "--yes") == 0
     assert [line["step"] for line in run.lines] == [1] and run.store.steps() == [1]

@@ -73,7 +73,10 @@ def ask_on_terminal(question: str) -> bool:
     """Asks a person. Raises ConfigError where there is none to ask."""
     if not sys.stdin or not sys.stdin.isatty():
         raise ConfigError(f"{question} There is no terminal to ask on: pass --yes to agree")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        return False
 
 
 def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str] = ("device_train.py",)) -> int:
