@@ -58,8 +58,9 @@ def test_peak_memory_is_that_of_the_largest_tensor(source, tmp_path, what):
     command = [sys.executable, "-c", CHILD, source, str(tmp_path / "out"), what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     growth = int(done.stdout)
-    # Twice the largest tensor, and 40 MB for what is in flight: holding all of them would need much more.
-    assert growth < 2 * largest + 40 * MB < total, (growth, largest, total)
+    # Twice the largest tensor, and what the allocator keeps of freed pieces (40 to 65 MB seen; 300 are allowed):
+    # holding all tensors would need more.
+    assert growth < 2 * largest + 90 * MB < total, (growth, largest, total)
     shutil.rmtree(tmp_path / "out")
 
 
