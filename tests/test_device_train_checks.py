@@ -209,6 +209,7 @@ def test_ctrl_c_while_the_packages_are_imported_ends_the_process_without_a_trace
     """A package that swallows KeyboardInterrupt, as some do in what they run while they are imported."""
     (tmp_path / "sitecustomize.py").write_text(
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job starts without it
         "class Late:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'jax':\n"
