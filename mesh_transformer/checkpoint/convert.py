@@ -5,7 +5,6 @@ Tensors pass one at a time; memory stays below twice the largest one, whatever t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -70,18 +69,19 @@ def _convert(
     types: set[str] = set()
     parameters = 0
 
-    def tensors() -> Iterator[Tensor]:
+    def passing(tensor: Tensor) -> Tensor:
         nonlocal parameters
-        for tensor in weights.tensors(optimizer):
-            if dtype is not None and not tensor.leaf.moment:
-                tensor = tensor._replace(dtype=dtype)
-            types.add(tensor.dtype.name)
-            parameters += 0 if tensor.leaf.moment else tensor.value.size
-            yield tensor
+        if dtype is not None and not tensor.leaf.moment:
+            tensor = tensor._replace(dtype=dtype)
+        types.add(tensor.dtype.name)
+        parameters += 0 if tensor.leaf.moment else tensor.value.size
+        return tensor
 
     full = weights.full and optimizer
     counters = weights.counters if full else {layout.STEP: weights.counters[layout.STEP]}
-    path = write_weights(out, weights.model, shards, tensors(), counters, described(weights, config))
+    # A map, not a loop that yields: the loop's variable would hold a tensor while the next one is read.
+    tensors = map(passing, weights.tensors(optimizer))
+    path = write_weights(out, weights.model, shards, tensors, counters, described(weights, config))
     return Converted(path, shards, tuple(sorted(types)), parameters, full)
 
 
