@@ -64,6 +64,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("output", "batch"):
         if getattr(options, name) is not None and options.prompt_file is None:
             parser.error(f"--{name} needs --prompt-file")
+    if options.prompt is not None:
+        # Bytes that are no text in the user's locale come as surrogates, which no tokenizer takes. They are UTF-8 or,
+        # like such bytes of a pipe, are shown as U+FFFD.
+        options.prompt = options.prompt.encode(errors="surrogateescape").decode(errors="replace")
     return options
 
 

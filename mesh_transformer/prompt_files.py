@@ -40,6 +40,10 @@ def _parse(content: bytes, path: str) -> list[Prompt]:
         value = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
             raise DataError(f'{path}, line {number}: expected a string, or an object with a string "prompt"')
+        try:
+            value["prompt"].encode()
+        except UnicodeEncodeError as error:  # JSON can say it, but it is no character
+            raise DataError(f"{path}, line {number}: half a surrogate pair at character {error.start}") from error
         found.append(value)
     return found
 

@@ -79,6 +79,15 @@ def test_a_prompt_is_continued(sample, completer):
     assert sample("--prompt", "def ", "--seed", seed)[1] == told[1]
 
 
+def test_bytes_that_are_no_text_do_not_stop_it(sample, tmp_path):
+    as_bytes = "日本".encode().decode("ascii", "surrogateescape")
+    assert sample("--prompt", as_bytes, "--greedy") == sample("--prompt", "日本", "--greedy")
+    assert sample("--prompt", "caf\udce9", "--greedy")[1].startswith("caf\ufffd")
+    (tmp_path / "prompts.jsonl").write_text('"a"\n"half \\ud800 a pair"\n')
+    code, _, said = sample("--prompt-file", str(tmp_path / "prompts.jsonl"))
+    assert code == 2 and said.endswith("prompts.jsonl, line 2: half a surrogate pair at character 5\n")
+
+
 def test_a_pipe_gets_an_answer_for_each_line(sample):
     code, text, said = sample("--seed", "5", stdin="def \n\nx" * 1 + "y" * 60 + "\ndef \n")
     assert code == 0
