@@ -254,6 +254,14 @@ def check_training(config: Config) -> None:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
 
 
+def check_interpreter() -> None:
+    """Raises ConfigError under `python -O`: dm-haiku takes modules off its stack inside of asserts."""
+    if not __debug__:
+        raise ConfigError(
+            "dm-haiku, and so the network, does not work under `python -O` or PYTHONOPTIMIZE: leave them out"
+        )
+
+
 if __name__ == "__main__":
     import runpy  # by name: the report stands above this module, which may not import it
 

@@ -14,7 +14,7 @@ from mesh_transformer import steps, storage
 from mesh_transformer.checkpoint import inventory, manifest, shards
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore, Which, find_step
-from mesh_transformer.config import Config, differences, mesh_notice
+from mesh_transformer.config import Config, check_interpreter, differences, mesh_notice
 from mesh_transformer.data.tokenizer import Tokenizer, is_other
 from mesh_transformer.errors import CheckpointError, ConfigError
 from mesh_transformer.mesh import choose_platform, describe, find_devices, make_mesh
@@ -117,6 +117,7 @@ def check_tokenizer(step_dir: str, config: Config, tokenizer: Tokenizer) -> None
 
 def start_mesh(config: Config, platform: str | None, devices: int | None) -> jax.sharding.Mesh:
     """The mesh of this machine's devices; how many replicas there are need not be what training had."""
+    check_interpreter()
     choose_platform(platform, devices)
     found = find_devices(platform, devices)
     mesh = make_mesh(config, found)

@@ -13,6 +13,7 @@ from training_tools import PER_STEP, ROOT, Run, S, interrupt_at, make_data, stra
 from mesh_transformer import CausalTransformer, load_config
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.data import sidecar
+from mesh_transformer.data.tokenizer import train_tokenizer
 from mesh_transformer.errors import StorageError
 from mesh_transformer.optimizer import schedule
 from mesh_transformer.training import local, trackers
@@ -134,6 +135,10 @@ def test_a_config_that_cannot_be_trained_is_refused_before_devices_start(data, t
     message = capsys.readouterr().err
     assert "early_cast cannot be used in training" in message and "bf16_optimizer cannot" in message
     assert run("--version", "2") == 2
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(trackers=["wandb"]) == 2
+    assert "trackers has wandb, which needs the package wandb" in capsys.readouterr().err
 
 
 def test_data_of_another_tokenizer_are_refused_even_after_a_reset(straight, data, tmp_path, capsys):
@@ -224,3 +229,17 @@ def test_ctrl_c_while_the_packages_are_imported_ends_the_process_without_a_trace
         env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (found.returncode, found.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("command", [["device_train.py"], ["device_sample.py", "--random-init", "--prompt", "a"]])
+def test_python_without_asserts_is_refused_in_a_line(data, tmp_path, command):
+    """dm-haiku would lose its way, with a traceback; the checks of the config itself do not need asserts."""
+    run = Run(tmp_path / "run", data)
+    train_tokenizer(["abc"], 280, str(tmp_path / "tokenizer.json"))
+    for keys, words in (({}, "does not work under `python -O`"), ({"n_heads": 6}, "n_heads (6) must be divisible")):
+        keys |= {"n_vocab": 280, "tokenizer": str(tmp_path / "tokenizer.json")}
+        found = subprocess.run(
+            [sys.executable, "-O", str(ROOT / command[0]), *run.arguments(*command[1:], **keys)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert found.returncode == 2 and words in found.stderr and "Traceback" not in found.stderr

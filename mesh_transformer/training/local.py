@@ -20,7 +20,7 @@ import numpy as np
 from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint import inventory, layout
 from mesh_transformer.checkpoint.store import CheckpointStore, find_step
-from mesh_transformer.config import Config, check_training, load_config, mesh_notice, resolve_epochs
+from mesh_transformer.config import Config, check_interpreter, check_training, load_config, mesh_notice, resolve_epochs
 from mesh_transformer.data.loader import RecordLoader
 from mesh_transformer.data.record_set import RecordSet
 from mesh_transformer.errors import (
@@ -90,6 +90,8 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         if request.version is not None:
             config = dataclasses.replace(config, version=request.version)
         check_training(config)
+        check_interpreter()
+        trackers.check_packages(config)
         with watchdog.phase("looking at the data files"):
             records = data_sets.check_data(config)
         stack.callback(records.close)
@@ -188,7 +190,6 @@ class _Session:
 
     def try_out(self) -> int:
         """The dry run: one update, and one evaluation where the run would validate; nothing is written."""
-        trackers.check_packages(self._config)
         network, _, position = self._first_state(self._run_id())
         with contextlib.ExitStack() as stack:
             data = stack.enter_context(self._open_training(position))
