@@ -79,9 +79,9 @@ def _convert(
 
     full = weights.full and optimizer
     counters = weights.counters if full else {layout.STEP: weights.counters[layout.STEP]}
-    # A map, not a loop that yields: the loop's variable would hold a tensor while the next one is read.
-    tensors = map(passing, weights.tensors(optimizer))
-    path = write_weights(out, weights.model, shards, tensors, counters, described(weights, config))
+    path = write_weights(
+        out, weights.model, shards, map(passing, weights.stream(optimizer)), counters, described(weights, config)
+    )
     return Converted(path, shards, tuple(sorted(types)), parameters, full)
 
 

@@ -26,11 +26,14 @@ from mesh_transformer import storage
 from mesh_transformer.checkpoint.damage import DamagedError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-CHUNK = 4 << 20  # bytes of an array in flight at a time
+CHUNK = 1 << 20  # bytes of an array in flight at a time
 
 _END_RECORD = 22  # bytes at the end of an archive without a comment
 
 _PARSING = threading.Lock()
+_LOCAL_HEADER = 30  # bytes before the name in a zip file's local header
+_ENCRYPTED = 1  # bit of a member's flags
+
 _CORRUPT = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError)
 
 
@@ -50,6 +53,7 @@ class NpzWriter:
         self._out = _CheckedOutput(self._file)
         self._zip = zipfile.ZipFile(cast(Any, self._out), "w", zipfile.ZIP_STORED, allowZip64=True)
         self._count = 0
+        self._buffer = np.empty(0, np.uint8)
 
     @property
     def size(self) -> int:
@@ -70,7 +74,17 @@ class NpzWriter:
         with self._zip.open(info, "w", force_zip64=True) as member:
             np.lib.format.write_array_header_1_0(member, fields)
             for piece in pieces:
-                member.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+                member.write(self._contiguous(piece).reshape(-1).view(np.uint8))
+
+    def _contiguous(self, piece: np.ndarray) -> np.ndarray:
+        """The same values in a row; in a buffer that is used again, since fresh memory costs more than the copy."""
+        if piece.flags.c_contiguous:
+            return piece
+        if self._buffer.size < piece.nbytes:
+            self._buffer = np.empty(piece.nbytes, np.uint8)
+        out = self._buffer[: piece.nbytes].view(piece.dtype).reshape(piece.shape)
+        out[...] = piece
+        return out
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +144,7 @@ class NpzReader:
                 if self.size == 0:
                     raise DamagedError(f"{path} has 0 bytes")
                 self._zip = zipfile.ZipFile(self._file)
+                self._buffer = np.empty(0, np.uint8)
         except BaseException:
             self._file.close()
             raise
@@ -153,29 +168,46 @@ class NpzReader:
 
     def read(self, number: int) -> np.ndarray:
         """A whole array; for small ones."""
-        parts = [piece for _, piece in self.pieces(number)]
+        parts = [piece.copy() for _, piece in self.pieces(number)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def pieces(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(First row, rows) of an array, a few MB at a time; raises at the end if its CRC-32 does not match."""
-        with self._damage(), self._open(number) as member:
+    def pieces(self, number: int, check: bool = True) -> Iterator[tuple[int, np.ndarray]]:
+        """(First row, rows) of an array, a few MB at a time; raises at the end if its CRC-32 does not match.
+
+        Each piece is good until the next is asked for. `check=False` leaves the sum out, where the whole file's was
+        compared.
+        """
+        with self._damage(), self._open(number, check) as member:
             header, fortran = _read_header(member)
             row = header.dtype.itemsize * int(np.prod(header.shape[1:], dtype=np.int64))
             rows = header.shape[0] if header.shape else 1
             step = rows if fortran or not header.shape else max(1, CHUNK // max(row, 1))
+            if self._buffer.size < min(step, rows) * row:
+                self._buffer = np.empty(max(min(step, rows) * row, CHUNK), np.uint8)
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                content = member.read((stop - start) * row)
-                if len(content) != (stop - start) * row:
+                content = self._buffer[: (stop - start) * row]
+                if _fill(member, content) != content.size:
                     raise DamagedError(f"{self.path} is truncated in arr_{number}")
                 shape = (stop - start, *header.shape[1:]) if header.shape else ()
-                flat = np.frombuffer(content, header.dtype)
+                flat = content.view(header.dtype)
                 yield start, flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
             if member.read(1):
                 raise DamagedError(f"{self.path} holds more bytes in arr_{number} than its header says")
 
-    def _open(self, number: int) -> IO[bytes]:
-        return self._zip.open(f"arr_{number}.npy")
+    def _open(self, number: int, check: bool = True) -> IO[bytes]:
+        """An array's bytes, header included; its sum is compared when all are read."""
+        info = self._zip.getinfo(f"arr_{number}.npy")
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+            return self._zip.open(info)
+        # Read straight from the file: zipfile would copy everything twice more.
+        self._file.seek(info.header_offset)
+        local = self._file.read(_LOCAL_HEADER)
+        if local[:4] != b"PK\3\4":
+            raise zipfile.BadZipFile(f"no local header of {info.filename}")
+        name, extra = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+        start = info.header_offset + _LOCAL_HEADER + name + extra
+        return cast(IO[bytes], _Stored(self._file, info, start, check))
 
     @contextlib.contextmanager
     def _damage(self) -> Iterator[None]:
@@ -189,6 +221,37 @@ class NpzReader:
             raise DamagedError(f"{self.path} is corrupt: {error}") from error
         except OSError as error:
             raise storage.StorageError(f"{self.path}: cannot read: {error}") from error
+
+
+class _Stored(io.RawIOBase):
+    """A member that is stored as it is, as a file of its own; its CRC-32 is compared at its end."""
+
+    def __init__(self, file: IO[bytes], info: zipfile.ZipInfo, start: int, check: bool) -> None:
+        self._file, self._info, self._check = file, info, check
+        self._left = info.file_size
+        self._crc = 0
+        file.seek(start)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: self._left]
+        count = int(cast(Any, self._file).readinto(view)) if len(view) else 0
+        self._left -= count
+        if self._check:
+            self._crc = zlib.crc32(view[:count], self._crc)
+            if not self._left and self._crc != self._info.CRC:
+                raise zipfile.BadZipFile(f"Bad CRC-32 for file {self._info.filename!r}")
+        return count
+
+
+def _fill(member: IO[bytes], out: np.ndarray) -> int:
+    """Read until `out` is full or the member ends; the bytes read."""
+    done = 0
+    while done < out.size and (count := cast(Any, member).readinto(out[done:])):
+        done += count
+    return done
 
 
 def _serves_ranges(file: IO[bytes]) -> bool:
