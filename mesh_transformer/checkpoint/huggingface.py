@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -180,6 +182,10 @@ class _Reader:
     def __init__(self, weights: Weights, places: Mapping[str, Place], dtype: np.dtype) -> None:
         self._weights, self._places, self._dtype = weights, places, dtype
         self._following = dict(zip(places, [*list(places)[1:], None], strict=True))
+        # Used in turn: fresh memory for every tensor costs more than reading it.
+        leaves = [place.leaf for place in places.values()]
+        size = max(math.prod(leaf.whole_shape) * weights.dtype(leaf).itemsize for leaf in leaves)
+        self._buffers = dict(zip(places, itertools.cycle([np.empty(size, np.uint8) for _ in range(2)]), strict=False))
         self._pool = ThreadPoolExecutor(1)
         self._ahead = {name: self._pool.submit(self._read, name) for name in list(places)[:1]}
 
@@ -207,7 +213,7 @@ class _Reader:
             leaf = embedding_bias(self._weights.model, self._weights.shards)
             found = self._weights.read(leaf).value.astype(np.float32)
             bias = found if found.any() else None  # adding zero would turn -0.0 into 0.0
-        return self._weights.read(place.leaf).value, bias
+        return self._weights.read(place.leaf, self._buffers[name]).value, bias
 
     def __enter__(self) -> _Reader:
         return self
