@@ -14,8 +14,9 @@ import logging
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from mesh_transformer.data.tokenizer import Tokenizer, check_vocabulary, load_to
 from mesh_transformer.errors import CheckpointError, ConfigError, DataError, StorageError
 
 logger = logging.getLogger(__name__)
+
+_AHEAD = 4  # pieces of a tensor that are made while one is written
 
 DEFAULT_DTYPE = "fp16"  # the 2021 script's
 DEFAULT_SHARD_SIZE = "5GB"
@@ -187,6 +190,7 @@ class _Reader:
         size = max(math.prod(leaf.whole_shape) * weights.dtype(leaf).itemsize for leaf in leaves)
         self._buffers = dict(zip(places, itertools.cycle([np.empty(size, np.uint8) for _ in range(2)]), strict=False))
         self._pool = ThreadPoolExecutor(1)
+        self._workers = ThreadPoolExecutor(_AHEAD)
         self._ahead = {name: self._pool.submit(self._read, name) for name in list(places)[:1]}
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
@@ -198,13 +202,23 @@ class _Reader:
             self._ahead[following] = self._pool.submit(self._read, following)
         logger.debug("%s %s %s from %s %s", name, list(place.shape), dtype, place.leaf.label, value.dtype)
         label = f"{name} (from {place.leaf.label})"
-        # Of a trimmed vocabulary the last rows are left out.
-        for start in range(0, place.shape[0], step := _rows_of(place.shape)):
-            stop = min(start + step, place.shape[0])
+        step = _rows_of(place.shape)
+
+        def piece(start: int) -> np.ndarray:
+            stop = min(start + step, place.shape[0])  # of a trimmed vocabulary the last rows are left out
             part = transposed_rows(value, start, stop) if place.kind.hf_transposed else value[start:stop]
             if bias is not None:
                 part = part.astype(np.float32) + bias[None, :]
-            yield cast(part, dtype, label)
+            return cast(part, dtype, label)
+
+        # A few pieces ahead of the writing, by several cores: transposing is the most work of all.
+        waiting: deque[Future[np.ndarray]] = deque()
+        for start in range(0, place.shape[0], step):
+            waiting.append(self._workers.submit(piece, start))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
     def _read(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
         """A leaf's value, and for the embedding, what has to be added to its rows."""
@@ -220,6 +234,7 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._workers.shutdown(cancel_futures=True)
         self._ahead.clear()
 
 
