@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import base64
 import functools
+import io
 import os
 import sys
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from mesh_transformer.errors import StorageError
 
@@ -55,14 +56,41 @@ def open_object(path: str, mode: str) -> IO[Any]:
     if kind not in ("r", "rb", "w", "wb"):
         raise StorageError(f"{path}: an object cannot be opened with mode {mode!r}; only r, rb, w and wb")
     if kind.startswith("w"):
-        options: dict[str, Any] = {"chunk_size": _WRITE_CHUNK, "ignore_flush": True}
-    else:
-        blob.reload()  # a missing object is reported here, not at the first read
-        options = {"chunk_size": _READ_CHUNK}
-    if "b" not in kind:
-        options["encoding"] = "utf-8"
-    file: IO[Any] = blob.open(kind, **options)
+        upload: IO[Any] = _upload_class()(blob, chunk_size=_WRITE_CHUNK, ignore_flush=True)
+        return upload if "b" in kind else io.TextIOWrapper(cast(Any, upload), encoding="utf-8")
+    blob.reload()  # a missing object is reported here, not at the first read
+    options = {} if "b" in kind else {"encoding": "utf-8"}
+    file: IO[Any] = blob.open(kind, chunk_size=_READ_CHUNK, **options)
     return file
+
+
+@functools.cache
+def _upload_class() -> type:
+    from google.cloud.storage.fileio import BlobWriter
+
+    class Upload(BlobWriter):
+        """An object being written. It is published by one attempt to close it, or never.
+
+        The package's own class tries again when it is collected, and for two minutes, which stops everything else; and
+        to give up it asks the service, which may be what has failed. Uploads that are not finished cost nothing and
+        vanish by themselves.
+        """
+
+        settled = False
+
+        def close(self) -> None:
+            if not self.settled:
+                self.settled = True
+                super().close()
+
+        def terminate(self) -> None:
+            self.settled = True
+
+        @property
+        def closed(self) -> bool:
+            return bool(self.settled or super().closed)
+
+    return Upload
 
 
 def exists(path: str) -> bool:

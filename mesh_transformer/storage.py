@@ -230,6 +230,13 @@ def swap(path: PathLike, old: bytes | None, new: bytes | None) -> bool:
         return _swap_local(target, old, new)
 
 
+def abandon(file: IO[Any]) -> None:
+    """Close a file whose writing failed, without publishing an object and without another error."""
+    with contextlib.suppress(OSError):
+        # Uploads have this method: closing one would publish it.
+        getattr(file, "terminate", file.close)()
+
+
 def sync(file: IO[Any]) -> None:
     """Flush an open file down to the disk; objects in a bucket are durable when closed."""
     file.flush()

@@ -1,5 +1,6 @@
 """Every script on gs://, and what happens when the bucket, the permission, an object or the connection fails."""
 
+import gc
 import json
 
 import numpy as np
@@ -15,6 +16,7 @@ import to_hf_weights
 from mesh_transformer import storage
 from mesh_transformer.checkpoint import __main__ as command
 from mesh_transformer.checkpoint import convert, streaming
+from mesh_transformer.checkpoint.npz import Header, NpzWriter
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.errors import CheckpointError, StorageError
 from scripts import from_hf, reshard
@@ -133,4 +135,21 @@ def test_an_object_that_vanishes_is_named_and_nothing_half_done_stays(bucket, so
                 weights.read(leaf)
     with pytest.raises(CheckpointError, match=r"shard_1/4.npz is missing"):
         convert.reshard(f"{bucket}/run/step_9", f"{bucket}/out", 1, config=source)
+    assert storage.listdir(f"{bucket}/out") == []
+
+
+def test_what_failed_to_be_written_is_not_published_later(bucket, proxy, source):
+    """Neither by closing it on the way out, nor when it is collected and the service works again."""
+    writer = NpzWriter(f"{bucket}/out/0.npz")
+    with pytest.raises(StorageError, match="the disk of the source"), writer:
+        writer.add(Header((4,), np.dtype(np.float32)), [np.zeros(4, np.float32)])
+        raise StorageError("the disk of the source")
+    proxy.answers["POST"] = 403
+    file = storage.open_file(f"{bucket}/out/1.npz", "wb")
+    file.write(b"content")
+    with pytest.raises(Exception, match="403"):
+        file.close()
+    proxy.answers.clear()
+    del writer, file
+    gc.collect()
     assert storage.listdir(f"{bucket}/out") == []

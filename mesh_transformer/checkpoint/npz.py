@@ -93,9 +93,7 @@ class NpzWriter:
         if kind is not None:
             self._out.broken = True
             self._zip.close()
-            # The error that brought us here says more.
-            with contextlib.suppress(storage.StorageError), storage.errors(self.path, "close"):
-                self._file.close()
+            storage.abandon(self._file)
             return
         self._zip.close()
         storage.sync(self._file)
