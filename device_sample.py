@@ -100,16 +100,16 @@ def run(options: argparse.Namespace) -> None:
     prompts = [] if options.prompt_file is None else prompt_files.read_prompts(options.prompt_file)
     answers = prompt_files.Answers(options.output, prompts)
     # Imported after parsing and reading the config, so that --help and mistakes show at once.
-    from mesh_transformer import completion, inference, sampling
+    from mesh_transformer import completion, inference
 
     step_dirs = inference.choose_steps(config, options.ckpt, options.ckpt_step, options.random_init, options.strict)
     tokenizer = completion.tokenizer_of(config)
     if step_dirs:
         inference.check_tokenizer(step_dirs[0], config, tokenizer)
     sampler = {"top_p": options.top_p, "top_k": options.top_k, "temp": 0 if options.greedy else options.temp}
-    sampling.sampler_of(sampler, 1)
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     settings = completion.Options(options.max_tokens or config.run.gen_length or MAX_TOKENS, sampler, seed)
+    settings.check()
     mesh = inference.start_mesh(config, options.platform, options.devices)
     completer = completion.Completer(inference.load_network(config, mesh, step_dirs), tokenizer)
     if options.seed is None and sampler["temp"]:

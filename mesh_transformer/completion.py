@@ -7,59 +7,51 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_transformer import generation
+from mesh_transformer.answer import Answer, Completion
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from mesh_transformer.decoding import CHUNK
 from mesh_transformer.errors import ConfigError
-from mesh_transformer.sampling import sampler_of
+from mesh_transformer.sampler import DEFAULTS, Mode, Sampler, mode_of, sampler_of
 from mesh_transformer.transformer_shard import CausalTransformer
-
-# Stands in decoded text for bytes that are no character: of one that is not complete yet, or a mistake of the model's.
-_INCOMPLETE = "\ufffd"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How texts are completed. `sampler`: temp, top_p, top_k as in `sampling.sampler_of`; text i draws by seed + i."""
+    """What is asked for a prompt: the one home of such options, for every script.
+
+    max_tokens: drawn at most. sampler: temp, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+    frequency_penalty, logit_bias, logprobs, as in `sampler.sampler_of`. seed: the same seed draws the same text. stop:
+    strings that end the text, and are not in it; stop_ids: tokens that do, beside the end of text. n: completions of
+    each prompt. filter_order and window: as in `sampler.Mode`.
+    """
 
     max_tokens: int
-    sampler: Mapping[str, Any]
-    seed: int
+    sampler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    stop: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    n: int = 1
+    filter_order: str = "reference"
+    window: str = "full"
+
+    def check(self) -> None:
+        """Raises ConfigError naming the option that does not fit."""
+        for name, value in (("max_tokens", self.max_tokens), ("n", self.n)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} ({value!r}) must be an integer of at least 1")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"stop ({self.stop!r}) must be a list of strings that are not empty")
+        if not all(isinstance(token, int) and token >= 0 for token in self.stop_ids):
+            raise ConfigError(f"stop_ids ({self.stop_ids!r}) must be token ids")
+        mode_of(sampler_of(self.sampler, 1, self.seed), self.filter_order, self.window)
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A completion, or the next part of one: text, number of tokens, and why it ended: `stop` (at the end of text),
-    `length`, or None where more follows."""
-
-    text: str
-    tokens: int
-    finish_reason: str | None
-
-    def __add__(self, more: Completion) -> Completion:
-        return Completion(self.text + more.text, self.tokens + more.tokens, more.finish_reason)
-
-
-class TextStream:
-    """Turns tokens into text as they come, holding back what does not make a whole character yet."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        # Decoding begins some tokens before what is new, since a tokenizer may treat the first token of a text in
-        # another way; `_given` characters from there have been given out.
-        self._start = self._whole = self._given = 0
-
-    def add(self, ids: Sequence[int], last: bool = False) -> str:
-        """The text that these tokens complete; with `last` also what is held back."""
-        self._ids += ids
-        decoded = self._tokenizer.decode(self._ids[self._start :])
-        ready = decoded if last else decoded.rstrip(_INCOMPLETE)
-        new, self._given = ready[self._given :], max(self._given, len(ready))
-        if ready == decoded:
-            self._start, self._whole = self._whole, len(self._ids)
-            self._given = len(self._tokenizer.decode(self._ids[self._start :]))
-        return new
+def sampler_for(options: Sequence[Options], mode: Mode | None = None) -> Sampler:
+    """A sampler with one row for each of `options`, each by its own seed. Raises ConfigError."""
+    known = set(DEFAULTS).union(*(each.sampler for each in options))
+    merged = {name: [each.sampler.get(name) for each in options] for name in known}
+    return sampler_of(merged, len(options), [each.seed for each in options], mode)
 
 
 class Completer:
@@ -68,27 +60,50 @@ class Completer:
     def __init__(self, network: CausalTransformer, tokenizer: Tokenizer):
         self.network, self.tokenizer = network, tokenizer
 
-    def stream(self, prompts: Sequence[str], options: Options, chunk: int = CHUNK) -> Iterator[list[Completion]]:
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        options: Options | Sequence[Options],
+        chunk: int = CHUNK,
+    ) -> Iterator[list[Completion]]:
         """The next part of each prompt's completion, of up to `chunk` tokens, until all have ended.
 
-        Closing the iterator stops the work. Raises ConfigError for options that do not fit.
+        prompts: texts, or token ids. options: for each prompt, or the same for all, where text i draws by seed + i; `n`
+        is for the caller, who repeats a prompt. Closing the iterator stops the work, and so do stop strings in all
+        rows. Raises ConfigError for options that do not fit.
         """
-        if isinstance(options.max_tokens, bool) or options.max_tokens < 1:
-            raise ConfigError(f"max_tokens ({options.max_tokens!r}) must be an integer of at least 1")
-        sampler = sampler_of(options.sampler, len(prompts), options.seed)
+        if isinstance(options, Options):
+            options = [dataclasses.replace(options, seed=options.seed + i) for i in range(len(prompts))]
+        for each in options:
+            each.check()
+        if len({(each.filter_order, each.window) for each in options}) > 1:
+            raise ConfigError("filter_order and window must be the same for all prompts of a batch")
         model, eot = self.network.model, self.tokenizer.eot_id
-        ids = [generation.fit_prompt(self.tokenizer.encode(text), model, eot) for text in prompts]
-        streams = [TextStream(self.tokenizer) for _ in prompts]
-        for piece in generation.stream(
-            model, self.network.mesh, self.network.state.params, ids, [options.max_tokens] * len(prompts), sampler,
-            [eot], self.tokenizer.vocab_size, chunk=chunk,
-        ):  # fmt: skip
-            yield [
-                Completion(stream.add(tokens, last=reason is not None), len(tokens), reason)
-                for stream, tokens, reason in zip(streams, piece.tokens, piece.finish_reasons, strict=True)
+        texts = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        sampler = sampler_for(options)
+        work = generation.Stream(
+            model, self.network.mesh, self.network.state.params,
+            [generation.fit_prompt(ids, model, eot) for ids in texts], [each.max_tokens for each in options], sampler,
+            [(eot, *each.stop_ids) for each in options], self.tokenizer.vocab_size,
+            mode_of(sampler, options[0].filter_order, options[0].window), chunk,
+        )  # fmt: skip
+        answers = [Answer(self.tokenizer, each.stop) for each in options]
+        for piece in work:
+            parts = [
+                answer.add(
+                    piece.tokens[i], piece.finish_reasons[i], None if piece.logprobs is None else piece.logprobs[i]
+                )
+                for i, answer in enumerate(answers)
             ]
+            work.end([
+                i for i, answer in enumerate(answers)
+                if answer.finish_reason is not None and piece.finish_reasons[i] is None
+            ])  # fmt: skip
+            yield parts
 
-    def complete(self, prompts: Sequence[str], options: Options) -> list[Completion]:
+    def complete(
+        self, prompts: Sequence[str | Sequence[int]], options: Options | Sequence[Options]
+    ) -> list[Completion]:
         """The whole completions."""
         whole = [Completion("", 0, None)] * len(prompts)
         for parts in self.stream(prompts, options):

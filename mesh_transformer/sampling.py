@@ -1,132 +1,74 @@
-"""From logits to the next token: temperature, top-k and nucleus filters, and a seed for each row.
+"""From logits to the next token, on the devices: bias, penalties, filters, temperature, and a seed for each row.
 
-Letters: B rows, V vocabulary. The order of the steps is the 2021 library's, and docs/sampling.md states it: ids that
-the tokenizer does not have are masked; top_k and top_p each choose a set of tokens on the distribution *before*
-temperature, and what is in both sets stays; temperature scales what is left; one token is drawn from that.
+Letters: B rows, V vocabulary. docs/sampling.md states the order of the steps. In both orders logit_bias is added first,
+then come the penalties, and ids that the tokenizer does not have are masked. In the `reference` order, the 2021
+library's, top_k, top_p and min_p each choose a set of tokens on the distribution *before* temperature, what is in all
+sets stays, and temperature scales what is left. In the `huggingface` order temperature comes first, then top_k, top_p
+on what top_k left, and min_p. One token is drawn from the softmax of that.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mesh_transformer.errors import ConfigError
+from mesh_transformer.sampler import NO_LOGPROBS, Bias, Leaf, Penalties, Sampler
 
-# A jax.Array inside a computation, numpy's on the way there, a PartitionSpec where placements have the same tree.
-Leaf: TypeAlias = Any
-
-NO_TOP_K = np.iinfo(np.int32).max
-DEFAULTS: dict[str, float | int | None] = {"top_p": 1.0, "top_k": None, "temp": 1.0}
-_SEED_BITS = 64
-_FLOAT32 = np.finfo(np.float32)
+_TINY = np.finfo(np.float32).tiny
 
 
-class Sampler(NamedTuple):
-    """How each row's tokens are drawn.
+class History(NamedTuple):
+    """What penalties look at: `prompt` bool [B, V], whether a token is in the prompt; `drawn` int32 [B, V], how often
+    it was drawn."""
 
-    `temp` float32 [B], 0 is greedy; `top_p` float32 [B] in [0, 1]; `top_k` int32 [B], NO_TOP_K is off; `seed` uint32
-    [B, 2], the two words of a 64-bit seed.
+    prompt: Leaf
+    drawn: Leaf
+
+
+class LogProbs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before bias, penalties, filters and temperature: `drawn`
+    float32 [B], of the drawn token; the most probable tokens, in order: `top_ids` int32 [B, k], `top` float32 [B, k].
     """
 
-    temp: Leaf
-    top_p: Leaf
-    top_k: Leaf
-    seed: Leaf
+    drawn: Leaf
+    top_ids: Leaf
+    top: Leaf
 
 
-def sampler_of(options: Mapping[str, Any] | None, rows: int, seed: int | Sequence[int] = 0) -> Sampler:
-    """Checks sampler options (scalars or one entry a row: top_p, top_k, temp) and spreads them over `rows` rows.
+def adjust(logits_BV: jax.Array, sampler: Sampler, history: History | None) -> jax.Array:
+    """Logits with bias and penalties. Rows that ask for neither keep theirs, bit for bit.
 
-    What is left out or None: top_p 1, top_k off, temp 1. A single seed s gives row i the seed s + i, so that equal
-    prompts get different texts; a sequence gives each row its own. Host arrays. Raises ConfigError naming the option.
+    The repetition penalty divides positive logits, and multiplies negative ones, of tokens in the prompt or drawn; the
+    presence penalty is subtracted from those of drawn tokens, the frequency penalty as often as they were drawn.
     """
-    options = dict(options or {})
-    for name in options:
-        if name not in DEFAULTS:
-            nearest = difflib.get_close_matches(str(name), DEFAULTS, 1, 0.0)[0]
-            raise ConfigError(f"sampler option {name!r} is unknown; the nearest is {nearest!r}")
-    values = {name: _spread(name, options.get(name), rows) for name in DEFAULTS}
-    return Sampler(
-        np.array([min(_number("temp", x, 0, math.inf), float(_FLOAT32.max)) for x in values["temp"]], np.float32),
-        np.array([_number("top_p", x, 0, 1) for x in values["top_p"]], np.float32),
-        np.array([_top_k(x) for x in values["top_k"]], np.int32),
-        seed_words(seed, rows),
-    )
+    if sampler.bias is not None:
+        bias: Bias = sampler.bias
+        logits_BV = _if_any(bias.ids >= 0, lambda x: _biased(x, bias), logits_BV)
+    if sampler.penalties is not None and history is not None:
+        asks, seen = sampler.penalties, history
+        used = (asks.repetition != 1.0) | (asks.presence != 0.0) | (asks.frequency != 0.0)
+        logits_BV = _if_any(used, lambda x: _penalised(x, asks, seen), logits_BV)
+    return logits_BV
 
 
-def seed_words(seed: int | Sequence[int], rows: int) -> np.ndarray:
-    """uint32 [rows, 2] of one seed (row i: seed + i) or one seed a row; any integers, taken modulo 2^64."""
-    each = list(np.asarray(seed, object).reshape(-1))
-    if np.ndim(seed) == 0:
-        each = [each[0] + i if _is_integer(each[0]) else each[0] for i in range(rows)]
-    _check_rows("seed", len(each), rows)
-    for value in each:
-        if not _is_integer(value):
-            raise ConfigError(f"seed ({value!r}) must be an integer")
-    wrapped = [int(value) % 2**_SEED_BITS for value in each]
-    return np.array([[value >> 32, value & 0xFFFFFFFF] for value in wrapped], np.uint32).reshape(rows, 2)
+def _biased(logits_BV: jax.Array, bias: Bias) -> jax.Array:
+    rows = jnp.arange(logits_BV.shape[0], dtype=jnp.int32)[:, None]
+    # A negative index would count from the end; one beyond the vocabulary is dropped.
+    ids = jnp.where(bias.ids >= 0, bias.ids, logits_BV.shape[1])
+    return logits_BV.at[rows, ids].add(bias.values, mode="drop")
 
 
-def _spread(name: str, value: Any, rows: int) -> list[Any]:
-    """One entry a row of a scalar or sequence; None becomes the default."""
-    entries = [value] * rows if value is None or np.ndim(value) == 0 else list(np.asarray(value, object).reshape(-1))
-    _check_rows(name, len(entries), rows)
-    return [DEFAULTS[name] if entry is None else entry for entry in entries]
-
-
-def _check_rows(name: str, found: int, rows: int) -> None:
-    if found != rows:
-        raise ConfigError(f"{name} has {found} entries for {rows} rows: give one number, or one for each row")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral | np.integer) and not isinstance(value, bool | np.bool_)
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    value = value.item() if isinstance(value, np.ndarray | jax.Array) and np.ndim(value) == 0 else value
-    real = isinstance(value, numbers.Real | np.floating | np.integer) and not isinstance(value, bool | np.bool_)
-    if not real or not low <= float(value) <= high or not math.isfinite(float(value)):
-        rule = f"a number from {low} to {high}" if math.isfinite(high) else f"a finite number of at least {low}"
-        raise ConfigError(f"{name} ({value!r}) must be {rule}")
-    return float(value)
-
-
-def _top_k(value: Any) -> int:
-    value = value.item() if isinstance(value, np.ndarray | jax.Array) and np.ndim(value) == 0 else value
-    if value is None:
-        return NO_TOP_K
-    if not _is_integer(value) or int(value) < 1:
-        raise ConfigError(f"top_k ({value!r}) must be an integer of at least 1; leave it out, or null, to turn it off")
-    return min(int(value), NO_TOP_K)
-
-
-def keep_probable(logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """Logits with -inf at tokens outside the top_k set or outside the nucleus, [B, V] float32.
-
-    top_k keeps the k largest. The nucleus is the smallest set of the most probable tokens whose probability exceeds
-    top_p: a token stays as long as those before it have at most top_p together, so the first one always does. Both
-    sets are those of the distribution given, and tokens that tie with the last one kept are kept as well.
-    """
-    V = logits_BV.shape[1]
-    sorted_BV = lax.sort(logits_BV, dimension=1)[:, ::-1]
-    probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
-    # The sum of those before: not cumsum - probability, which rounding could leave above the sum itself.
-    before_BV = jnp.pad(jnp.cumsum(probability_BV, axis=-1)[:, :-1], ((0, 0), (1, 0)))
-    rank = jnp.arange(V, dtype=jnp.int32)[None, :]
-    # top_p 1 is off: the running sum may round to above 1 before the last token.
-    kept_BV = (rank < top_k_B[:, None]) & ((before_BV <= top_p_B[:, None]) | (top_p_B[:, None] >= 1.0))
-    last_B = jnp.sum(kept_BV, axis=-1) - 1
-    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], axis=1)
-    return jnp.where(logits_BV >= threshold_B1, logits_BV, -jnp.inf)
+def _penalised(logits_BV: jax.Array, asks: Penalties, history: History) -> jax.Array:
+    repetition, presence, frequency = (x[:, None] for x in asks)
+    drawn = history.drawn > 0
+    scaled = jnp.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
+    out = jnp.where(history.prompt | drawn, scaled, logits_BV)
+    return out - presence * drawn - frequency * history.drawn.astype(jnp.float32)
 
 
 def mask_padding(logits_BV: jax.Array, n_tokens: jax.Array) -> jax.Array:
@@ -135,25 +77,67 @@ def mask_padding(logits_BV: jax.Array, n_tokens: jax.Array) -> jax.Array:
     return jnp.where(ids < n_tokens, logits_BV, -jnp.inf)
 
 
-def choose(logits_BV: jax.Array, sampler: Sampler, drawn_B: jax.Array, n_tokens: jax.Array) -> jax.Array:
-    """One token for each row from logits float32 [B, V]: int32 [B].
+def keep_probable(
+    logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array, order: str = "reference"
+) -> jax.Array:
+    """Logits with -inf at the tokens that a filter drops; `order` as in the module's words.
+
+    top_k: the k most probable tokens. top_p: the smallest set of the most probable ones whose probability exceeds
+    top_p (`reference`), or reaches it (`huggingface`); at least one. min_p: tokens at least that times as probable as
+    the most probable one. Tokens equal to the last one of a set are in it.
+    """
+    V = logits_BV.shape[1]
+    sorted_BV = lax.sort(logits_BV, dimension=1)[:, ::-1]
+    kth_B1 = jnp.take_along_axis(sorted_BV, jnp.minimum(top_k_B, V)[:, None] - 1, axis=1)
+    in_k_BV = sorted_BV >= kth_B1
+    probability_BV = jax.nn.softmax(sorted_BV, axis=-1, where=None if order == "reference" else in_k_BV)
+    # The sum of those before: not cumsum - probability, which rounding could leave above the sum itself.
+    before_BV = jnp.pad(jnp.cumsum(probability_BV, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    in_p_BV = before_BV <= top_p_B[:, None] if order == "reference" else before_BV < top_p_B[:, None]
+    first_BV = jnp.arange(V, dtype=jnp.int32)[None, :] == 0
+    # top_p 1 is off: the running sum may round to above 1 before the last token.
+    kept_BV = in_k_BV & (in_p_BV | (top_p_B[:, None] >= 1.0) | first_BV)
+    last_B1 = jnp.sum(kept_BV, axis=-1)[:, None] - 1
+    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=1)
+    # p >= min_p * (largest p), as logarithms; log 0 is -inf, which keeps all.
+    least_B1 = jnp.minimum(sorted_BV[:, :1], sorted_BV[:, :1] + jnp.log(min_p_B)[:, None])
+    return jnp.where(logits_BV >= jnp.maximum(threshold_B1, least_B1), logits_BV, -jnp.inf)
+
+
+def filtered(logits_BV: jax.Array, sampler: Sampler, order: str) -> jax.Array:
+    """What rows that are not greedy draw from: filters and temperature, in `order`, on logits whose largest is 0."""
+    wanted = (sampler.top_p < 1.0) | (sampler.top_k < logits_BV.shape[1]) | (sampler.min_p > 0.0)
+    temp_B1 = jnp.where(is_greedy(sampler), 1.0, sampler.temp)[:, None]
+    keep = lambda x: keep_probable(x, sampler.top_k, sampler.top_p, sampler.min_p, order)  # noqa: E731
+    if order == "huggingface":
+        return _if_any(wanted & ~is_greedy(sampler), keep, logits_BV / temp_B1)
+    return _if_any(wanted & ~is_greedy(sampler), keep, logits_BV) / temp_B1
+
+
+def is_greedy(sampler: Sampler) -> jax.Array:
+    """Bool [B]: devices flush numbers below the smallest normal one to 0, by which nothing may be divided."""
+    return (sampler.temp < _TINY) | (sampler.top_p <= 0.0)
+
+
+def choose(
+    logits_BV: jax.Array, sampler: Sampler, drawn_B: jax.Array, n_tokens: jax.Array, order: str = "reference"
+) -> jax.Array:
+    """One token for each row from logits float32 [B, V] (see `adjust`): int32 [B].
 
     A row's draw depends on its own logits, options, seed and `drawn` (int32 [B], how many tokens it has drawn before)
     and on nothing of the other rows. temp 0 and top_p 0 take the largest logit, the first of equals. Ids from
     `n_tokens` (int32 []) on are never chosen. Sorting is done only where a row asks for a filter, drawing only where a
-    row is not greedy.
+    row is not greedy. Of infinite logits the largest share all probability; NaN is for the caller to look for.
     """
     masked_BV = mask_padding(logits_BV, n_tokens)
     best_B = jnp.argmax(masked_BV, axis=-1).astype(jnp.int32)
-    # Devices flush numbers below the smallest normal one to 0, by which nothing may be divided.
-    greedy_B = (sampler.temp < _FLOAT32.tiny) | (sampler.top_p <= 0.0)
-    filtered_B = ~greedy_B & ((sampler.top_p < 1.0) | (sampler.top_k < logits_BV.shape[1]))
+    greedy_B = is_greedy(sampler)
 
     def draw() -> jax.Array:
-        kept_BV = _if_any(filtered_B, lambda x: keep_probable(x, sampler.top_k, sampler.top_p), masked_BV)
-        # After the maximum is subtracted a tiny temperature gives -inf beside 0, not infinity beside infinity.
-        shifted_BV = kept_BV - jnp.max(kept_BV, axis=-1, keepdims=True)
-        scaled_BV = shifted_BV / jnp.where(greedy_B, 1.0, sampler.temp)[:, None]
+        # With the maximum subtracted a tiny temperature gives -inf beside 0, not infinity beside infinity.
+        peak_B1 = jnp.take_along_axis(masked_BV, best_B[:, None], axis=1)
+        shifted_BV = jnp.where(masked_BV == peak_B1, 0.0, masked_BV - peak_B1)
+        scaled_BV = filtered(shifted_BV, sampler, order)
         keys_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(sampler.seed, impl="threefry2x32"), drawn_B)
         noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, scaled_BV.shape[1:], jnp.float32))(keys_B)
         # Gumbel-max: the arg-max of logits plus Gumbel noise is a draw from their softmax.
@@ -162,5 +146,28 @@ def choose(logits_BV: jax.Array, sampler: Sampler, drawn_B: jax.Array, n_tokens:
     return lax.cond(jnp.all(greedy_B), lambda: best_B, draw)
 
 
-def _if_any(wanted_B: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return lax.cond(jnp.any(wanted_B), function, lambda same: same, x)
+def log_probs(logits_BV: jax.Array, token_B: jax.Array, asked_B: jax.Array, most: int, n_tokens: jax.Array) -> LogProbs:
+    """Log-probabilities of the drawn tokens and of the `most` most probable ones; zeros for a row that asks for none.
+
+    They are of the whole vocabulary, padding included, as the model gives them; padding is not among the listed.
+    """
+    zeros_B = jnp.zeros_like(logits_BV[:, 0])
+
+    def find() -> LogProbs:
+        log_z_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+        drawn = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1) - log_z_B1
+        top, ids = lax.top_k(mask_padding(logits_BV, n_tokens), most)
+        asked_B1 = asked_B[:, None] > NO_LOGPROBS
+        return LogProbs(
+            jnp.where(asked_B1, drawn, 0.0)[:, 0], jnp.where(asked_B1, ids, 0), jnp.where(asked_B1, top - log_z_B1, 0.0)
+        )
+
+    def none() -> LogProbs:
+        listed = jnp.broadcast_to(zeros_B[:, None], (len(zeros_B), most))
+        return LogProbs(zeros_B, listed.astype(jnp.int32), listed)
+
+    return lax.cond(jnp.any(asked_B > NO_LOGPROBS), find, none)
+
+
+def _if_any(wanted: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return lax.cond(jnp.any(wanted), function, lambda same: same, x)

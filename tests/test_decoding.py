@@ -11,9 +11,9 @@ from decoding_tools import GREEDY, SEQ, compilations, generate, network
 from test_golden import GOLDEN
 from test_golden import network as golden_network
 
-from mesh_transformer import decoding, generation
+from mesh_transformer import decoder_shard, decoding, generation
 from mesh_transformer.config_groups import NORMS, POSITIONS
-from mesh_transformer.sampling import sampler_of
+from mesh_transformer.sampler import Mode, sampler_of
 
 # Each of the short pairs is on a mesh of its own kind; the reference knows no mesh.
 SHORT = {
@@ -78,8 +78,8 @@ def test_bfloat16_stays_close():
 
 
 def test_angles_are_right_to_float32_at_any_position():
-    position = np.array([0, 1, 511, 512, 1857, 70_000, decoding.MAX_POSITIONS - 1], np.int32)
-    sin, cos = (np.asarray(x)[:, 0] for x in jax.jit(decoding.angles, static_argnums=1)(position, 64))
+    position = np.array([0, 1, 511, 512, 1857, 70_000, decoder_shard.MAX_POSITIONS - 1], np.int32)
+    sin, cos = (np.asarray(x)[:, 0] for x in jax.jit(decoder_shard.angles, static_argnums=1)(position, 64))
     angle = position[:, None] / 10000.0 ** (np.arange(0, 64, 2) / 64)[None]
     assert max(abs(sin - np.sin(angle)).max(), abs(cos - np.cos(angle)).max()) < 1e-6
 
@@ -98,10 +98,9 @@ def test_lengths_share_compilations():
 
 def test_a_short_prompt_costs_nothing_of_a_long_context():
     net = network_of(1, 1, seq=2048)
-    prompts, slots = generation.place(net.model, net.mesh, [[1, 2, 3, 4]], [8], sampler_of(GREEDY, 1), [])
-    assert prompts.tokens.shape == (1, 16) and slots == 16
-    wide, slots = generation.place(net.model, net.mesh, [[1] * 40], [100], sampler_of(GREEDY, 1), [])
-    assert wide.tokens.shape == (1, 64) and slots == 256
+    for length, count, bucket, slots in ((4, 8, 16, 16), (40, 100, 64, 256)):
+        batch = generation.Batch(net.model, net.mesh, [[1] * length], [count], sampler_of(GREEDY, 1), [()])
+        assert batch.place(Mode()).tokens.shape == (1, bucket) and batch.slots == slots
 
 
 def test_buckets():

@@ -17,8 +17,9 @@ from decoding_tools import network
 
 import device_sample
 from mesh_transformer import CausalTransformer, completion, inference, load_config, parameters
+from mesh_transformer.answer import Completion, TextStream
 from mesh_transformer.checkpoint.store import CheckpointStore
-from mesh_transformer.completion import Completer, Options, TextStream
+from mesh_transformer.completion import Completer, Options
 from mesh_transformer.data.tokenizer import load_tokenizer, train_tokenizer
 from mesh_transformer.errors import CheckpointError
 
@@ -271,7 +272,7 @@ def fond_of(completer, ids):
 
 def test_the_end_of_text_ends_a_text(completer):
     found = fond_of(completer, [completer.tokenizer.eot_id]).complete(["def "], Options(6, {}, 0))
-    assert found == [completion.Completion("", 0, "stop")]
+    assert found == [Completion("", 0, "stop")]
 
 
 def test_padding_ids_are_not_drawn(completer):

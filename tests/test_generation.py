@@ -10,9 +10,11 @@ import pytest
 from conftest import tokens_of
 from decoding_tools import GREEDY, generate, network
 
-from mesh_transformer import decoding, generation
+from mesh_transformer import generation
 from mesh_transformer.errors import ConfigError, DataError
-from mesh_transformer.sampling import sampler_of
+from mesh_transformer.sampler import Mode, sampler_of
+
+LOGITS = Mode(logits=True)
 
 
 @pytest.fixture
@@ -23,9 +25,9 @@ def net():
 
 def pieces(net, prompts, limits, stop_ids=(), **more):
     return list(
-        generation.stream(
-            net.model, net.mesh, net.state.params, prompts, limits, sampler_of(GREEDY, len(prompts)), stop_ids,
-            with_logits=True, **more,
+        generation.Stream(
+            net.model, net.mesh, net.state.params, prompts, limits, sampler_of(GREEDY, len(prompts)),
+            [stop_ids] * len(prompts), mode=LOGITS, **more,
         )
     )  # fmt: skip
 
@@ -102,10 +104,11 @@ def test_a_stop_id_ends_the_row_and_the_loop(net):
     assert found[-1].finish_reasons == reasons and reasons[0] == "stop"
     assert [len(x) for x in found[0].logits] == [1, 1, 1]
 
-    placed, slots = generation.place(net.model, net.mesh, prompts, [12, 2, 2], sampler_of(GREEDY, 3), [stop])
-    state, _ = decoding.prefill_step(net.model, net.mesh, slots, True)(net.state.params, placed, np.int32(64))
-    _, drawn = decoding.decode_steps(net.model, net.mesh, True)(net.state.params, state, np.int32(32), np.int32(64))
-    assert int(drawn.steps) == max(until[0], 1), "the loop ends with its last row, not at its full count"
+    work = generation.Stream(
+        net.model, net.mesh, net.state.params, prompts, [12, 2, 2], sampler_of(GREEDY, 3), [[stop]] * 3, mode=LOGITS
+    )
+    assert len(list(work)) == 2
+    assert work.steps == max(until[0], 1), "the loop ends with its last row, not at its full count"
 
 
 def test_logits_can_be_left_out(net):

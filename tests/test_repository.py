@@ -34,9 +34,9 @@ LAYERS: list[set[str]] = [
     {"mesh", "parameters", "collectives", "state"},
     {"attention", "fused_attention", "cross_entropy", "layers", "optimizer", "steps"},
     {"transformer_shard"},
-    {"sampling", "decoding", "checkpoint", "data"},
+    {"sampler", "sampling", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
     {"generation"},
-    {"completion", "inference", "prompt_files"},
+    {"answer", "completion", "inference", "prompt_files"},
     {"config_records", "config_report", "training"},
 ]
 # Imports upwards that are meant, each inside a function.

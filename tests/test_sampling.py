@@ -10,7 +10,7 @@ import pytest
 
 from mesh_transformer import sampling
 from mesh_transformer.errors import ConfigError
-from mesh_transformer.sampling import NO_TOP_K, sampler_of
+from mesh_transformer.sampler import NO_TOP_K, Sampler, sampler_of
 
 V = 16
 ROWS = 4000  # of every compiled call, so that there is one
@@ -31,9 +31,13 @@ def kept_by_hand(logits, top_k, top_p):
     return {i for i in range(len(logits)) if logits[i] >= least}
 
 
-@functools.cache
+_compiled = {}
+
+
 def compiled(function):
-    return jax.jit(function)
+    """One compiled function for each function and its keywords."""
+    key = (getattr(function, "func", function), *getattr(function, "keywords", {}).items())
+    return _compiled.setdefault(key, jax.jit(function))
 
 
 def padded(rows):
@@ -43,18 +47,18 @@ def padded(rows):
 def choose(logits, options=None, seed=0, drawn=0, n_tokens=V):
     """Tokens [B] of logits [B, V]."""
     rows = len(logits)
-    logits, *sampler = padded([np.asarray(logits, np.float32), *sampler_of(options, rows, seed)])
-    chosen = compiled(sampling.choose)(
-        logits, sampling.Sampler(*sampler), np.full(ROWS, drawn, np.int32), np.int32(n_tokens)
-    )
+    logits, *sampler = padded([np.asarray(logits, np.float32), *sampler_of(options, rows, seed)[:5]])
+    chosen = compiled(sampling.choose)(logits, Sampler(*sampler), np.full(ROWS, drawn, np.int32), np.int32(n_tokens))
     return np.asarray(chosen)[:rows]
 
 
-def keep_probable(logits, top_k, top_p):
-    """Filtered logits [B, V]; top_k and top_p are one number, or [B]."""
+def keep_probable(logits, top_k, top_p, min_p=0.0, order="reference"):
+    """Filtered logits [B, V]; the options are one number, or [B]."""
     rows = len(logits)
-    spread = [np.broadcast_to(np.asarray(x, t), rows) for x, t in ((top_k, np.int32), (top_p, np.float32))]
-    return np.asarray(compiled(sampling.keep_probable)(*padded([np.asarray(logits, np.float32), *spread])))[:rows]
+    given = ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))
+    spread = [np.broadcast_to(np.asarray(x, t), rows) for x, t in given]
+    keep = compiled(functools.partial(sampling.keep_probable, order=order))
+    return np.asarray(keep(*padded([np.asarray(logits, np.float32), *spread])))[:rows]
 
 
 def test_filters_keep_what_numpy_keeps():
