@@ -10,6 +10,7 @@ needs room for the tokens a second time while it runs. docs/data.md tells more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -18,10 +19,10 @@ from collections.abc import Callable
 
 from mesh_transformer.command_line import complain, log_lines
 from mesh_transformer.data.prepare import Options, Result, make_records
-from mesh_transformer.data.progress import Progress
 from mesh_transformer.data.readers import ERRORS, describe_left_out
 from mesh_transformer.data.splitting import BY_DOCUMENT, BY_FILE
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, DataError, MeshTransformerError
+from mesh_transformer.progress import Progress
 
 DEFAULT_SEQ, DEFAULT_TOKENIZER = 2048, "gpt2"
 
@@ -211,25 +212,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parsed = parser().parse_args(arguments)
     stages: list[Progress] = []
+    with contextlib.ExitStack() as stack:
 
-    def report(title: str, total: int) -> Callable[[int], None]:
-        if stages:
-            stages.pop().done()
-        in_bytes = title == "tokenizing"
-        stage = Progress(title, total, sys.stderr, "MB" if in_bytes else "records", 1e6 if in_bytes else 1)
-        stages.append(stage)
-        return stage.advance
+        def report(title: str, total: int) -> Callable[[int], None]:
+            if stages:
+                stages.pop().finish()
+            unit, scale = ("MB", 1e6) if title == "tokenizing" else ("records", 1)
+            stages.append(stack.enter_context(Progress(title, total, unit=unit, scale=scale)))
+            return stages[-1].advance
 
-    try:
-        with log_lines(logging.INFO if parsed.verbose else logging.WARNING):
-            options = options_from(parsed)
-            result = make_records(options, report)
-    except MeshTransformerError as error:
-        return complain(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was written", file=sys.stderr)
-        return EXIT_KEYBOARD
-    stages.pop().done()
+        try:
+            with log_lines(logging.INFO if parsed.verbose else logging.WARNING):
+                options = options_from(parsed)
+                result = make_records(options, report)
+        except MeshTransformerError as error:
+            return complain(error)
+        except KeyboardInterrupt:
+            print("\ninterrupted: no data set was made", file=sys.stderr)
+            return EXIT_KEYBOARD
+        stages.pop().finish()
     print("\n".join(summary(result, options, parsed.verbose)))
     return EXIT_DONE
 

@@ -249,6 +249,10 @@ def check_training(config: Config) -> None:
         problems.append("bf16_optimizer cannot be used in training: " + lost.format("Adam moments", "moment"))
     if config.run.eval_only:
         problems.append("eval_only loads no optimizer, so nothing can be trained; set it to false")
+    if not storage.can_list(config.run.directory):
+        problems.append(
+            f"model_dir ({config.run.directory}) is a URL that can only be read; checkpoints go to a local folder or gs://"
+        )
     if problems:
         name = config.source or "config"
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))

@@ -49,6 +49,41 @@ def plain_error(error: Exception) -> Exception:
     return plain
 
 
+def bucket_problem(path: str, error: Exception) -> str | None:
+    """What is wrong with the bucket of a path, and what to do, where `error` came of that; None where it did not."""
+    kind = type(error).__name__
+    if not owns(path) or kind not in ("NotFound", "Forbidden", "Unauthorized"):
+        return None
+    bucket, _ = _split(path)
+    if kind != "NotFound":
+        reason = getattr(error, "message", "") or str(error)
+        return (
+            f"{reason}; this user needs permission there: a role on the bucket {bucket} (Storage Object User; Storage "
+            "Object Viewer to read), or another account (gcloud auth application-default login); or choose another "
+            "folder"
+        )
+    if _has_bucket(bucket):
+        return None
+    return (
+        f"there is no bucket {bucket} that this account can see; check the path, or make the bucket: "
+        f"gcloud storage buckets create {SCHEME}{bucket}"
+    )
+
+
+def _has_bucket(bucket: str) -> bool:
+    """False where the service says that there is none; where it says nothing, there may be."""
+    from google.api_core.exceptions import NotFound
+
+    try:
+        # Listing needs no more rights than reading objects does; asking for the bucket itself would.
+        next(iter(_client().list_blobs(bucket, max_results=1)), None)
+    except NotFound:
+        return False
+    except error_types():
+        return True
+    return True
+
+
 def open_object(path: str, mode: str) -> IO[Any]:
     """An object as a file; reading in binary is seekable and fetches by ranges."""
     blob = _blob(path)

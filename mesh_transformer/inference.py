@@ -140,6 +140,8 @@ def load_network(config: Config, mesh: jax.sharding.Mesh, step_dirs: Sequence[st
     if step_dirs:
 
         def read(path: str) -> TrainState:
+            if path != step_dirs[0]:  # `choose_steps` has looked at the first alone
+                _check(path, config)
             return shards.read_step(path, network.model, mesh, optimizer=False, dtype=dtype)
 
         network.state, (path, *_) = _first_good(step_dirs, read)

@@ -16,11 +16,11 @@ import fcntl
 import os
 import shutil
 import urllib.parse
-from collections.abc import Iterator
 from typing import IO, Any
 
 from mesh_transformer import gcs
 from mesh_transformer.errors import StorageError
+from mesh_transformer.storage_errors import check_name, errors, is_missing
 
 PathLike = str | os.PathLike[str]
 
@@ -38,7 +38,9 @@ def normalise(path: PathLike) -> str:
         text = urllib.parse.unquote(parts.path)
     if not text:
         raise StorageError("an empty path was given; a file or folder is needed")
-    if is_url(text):
+    url = is_url(text)
+    check_name(text, url)
+    if url:
         return text.rstrip("/")
     return os.path.expanduser(text).rstrip("/") or "/"
 
@@ -142,11 +144,13 @@ def listdir(path: PathLike) -> list[str]:
 
 
 def makedirs(path: PathLike) -> None:
-    """Make a folder and its parents; done already is fine."""
+    """Make a folder and its parents; done already is fine. Raises StorageError also where files can only be read."""
     target = normalise(path)
-    if not is_url(target):
-        with errors(target, "make the folder"):
-            os.makedirs(target, exist_ok=True)
+    if gcs.owns(target):
+        return
+    with errors(target, "make the folder"):
+        _refuse_other_url(target, "written")
+        os.makedirs(target, exist_ok=True)
 
 
 def remove(path: PathLike) -> None:
@@ -298,46 +302,6 @@ def probe_writable(path: PathLike) -> None:
                     os.rmdir(folder)
 
 
-@contextlib.contextmanager
-def errors(path: str, action: str) -> Iterator[None]:
-    """Turn the errors of operating system and cloud into StorageError naming the path; all others pass untouched."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except Exception as met:
-        if not isinstance(met, (OSError, *gcs.error_types())):
-            raise
-        error = gcs.plain_error(met)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
-        raise StorageError(f"{path}: cannot {action}: {reason}{_hint(error)}") from error
-
-
-def is_missing(error: StorageError) -> bool:
-    """Whether an error means that there is no such file, rather than that it cannot be reached or read."""
-    return error.__cause__ is not None and _is_not_found(error.__cause__)
-
-
-def _is_not_found(error: BaseException) -> bool:
-    """By the conventions of the operating system, Google, HTTP clients and (through smart_open) S3."""
-    if isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFound":
-        return True
-    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
-    backend = getattr(getattr(error, "backend_error", None), "response", None)
-    code = backend.get("Error", {}).get("Code") if isinstance(backend, dict) else None
-    return status == 404 or code in ("404", "NoSuchKey")
-
-
-def _hint(error: Exception) -> str:
-    if _is_not_found(error):
-        return "; check the path"
-    if isinstance(error, PermissionError) or type(error).__name__ in ("Forbidden", "Unauthorized"):
-        return "; this user needs permission there, or choose another folder"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "; free some space"
-    return ""
-
-
 def _missing_folders(target: str) -> list[str]:
     """The folders that would have to be made, innermost first."""
     folder, missing = os.path.abspath(target), []
@@ -353,13 +317,27 @@ def _refuse_other_url(target: str, done: str) -> None:
 
 
 def _smart_open(target: str, mode: str) -> IO[Any]:
+    scheme = target.partition("://")[0]
     try:
         import smart_open
     except ImportError as error:
         raise StorageError(
             f"{target}: reading this URL needs the package smart_open: pip install smart_open"
         ) from error
-    file: IO[Any] = smart_open.open(target, mode, compression="disable", encoding=None if "b" in mode else "utf-8")
+    encoding = None if "b" in mode else "utf-8"
+    try:
+        file: IO[Any] = smart_open.open(target, mode, compression="disable", encoding=encoding)
+    except ImportError as error:
+        raise StorageError(
+            f"{target}: reading {scheme}:// needs a package that is not installed: pip install 'smart_open[{scheme}]'"
+        ) from error
+    except NotImplementedError as error:
+        raise StorageError(
+            f"{target}: smart_open reads no {scheme}:// here; expected a local path, gs://, https://, s3:// or another "
+            "URL that it reads (some need a package: pip install 'smart_open[all]')"
+        ) from error
+    except ValueError as error:  # how it tells what a URL lacks, such as a user, and buckets that it cannot reach
+        raise StorageError(f"{target}: cannot open: {' '.join(str(error).split())}; check the URL") from error
     return file
 
 

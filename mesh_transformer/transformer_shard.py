@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import attention, fused_attention, optimizer, parameters, steps
-from mesh_transformer.config import Config, ModelConfig, OptimConfig
+from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_interpreter
 from mesh_transformer.cross_entropy import PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
 from mesh_transformer.layers import (
@@ -296,7 +296,8 @@ class CausalTransformer:
 
 
 def settle(config: Config, mesh: Mesh) -> ModelConfig:
-    """The model with `compute_dtype` and `remat` decided for the devices of `mesh`."""
+    """The model with `compute_dtype` and `remat` decided for the devices of `mesh`. Raises ConfigError."""
+    check_interpreter()
     model = config.model
     if mesh.shape[MP] != config.mesh.cores_per_replica:
         raise ConfigError(

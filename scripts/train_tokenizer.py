@@ -18,10 +18,10 @@ if str(ROOT) not in sys.path:  # run as a file, without the package installed
 
 from mesh_transformer.command_line import complain  # noqa: E402  after the path
 from mesh_transformer.data.inputs import find_inputs  # noqa: E402
-from mesh_transformer.data.progress import Progress  # noqa: E402
 from mesh_transformer.data.readers import ERRORS, Reader, describe_left_out  # noqa: E402
 from mesh_transformer.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer  # noqa: E402
 from mesh_transformer.errors import EXIT_DONE, MeshTransformerError  # noqa: E402
+from mesh_transformer.progress import Progress  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,18 +42,18 @@ def parser() -> argparse.ArgumentParser:
 def train(options: argparse.Namespace) -> tuple[Tokenizer, list[str]]:
     """The tokenizer, and lines about what was not read."""
     files, left_out = find_inputs(options.input_path, options.recursive, options.text_suffix)
-    stage = Progress("reading", sum(file.size for file in files), sys.stderr)
-    reader = Reader(
-        END_OF_TEXT, options.errors, options.text_key, text_suffixes=options.text_suffix, progress=stage.advance
-    )
+    with Progress("reading", sum(file.size for file in files), unit="MB", scale=1e6) as stage:
+        reader = Reader(
+            END_OF_TEXT, options.errors, options.text_key, text_suffixes=options.text_suffix, progress=stage.advance
+        )
 
-    def texts() -> Iterator[str]:
-        for file in files:
-            for piece in reader.documents(file):
-                yield piece.text
-        stage.done()
+        def texts() -> Iterator[str]:
+            for file in files:
+                for piece in reader.documents(file):
+                    yield piece.text
+            stage.finish()
 
-    tokenizer = train_tokenizer(texts(), options.vocab_size, options.output)
+        tokenizer = train_tokenizer(texts(), options.vocab_size, options.output)
     return tokenizer, describe_left_out(left_out + reader.left_out, options.text_suffix, 10)
 
 

@@ -69,3 +69,19 @@ def batch_of(*shape: int, vocab: int = 64, seed: int = 0) -> dict[str, np.ndarra
 def golden_dir() -> str:
     """The parts of the 2021 library's measured data that tests copy."""
     return os.path.join(os.path.dirname(__file__), "data", "golden")
+
+
+@pytest.fixture(scope="session")
+def training_data(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of `training_tools.make_data`; tests may add files to it, under names of their own."""
+    from training_tools import make_data
+
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def straight(training_data: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run of `training_tools.straight_run`, which tests compare with, copy, and leave as it is."""
+    from training_tools import straight_run
+
+    return straight_run(tmp_path_factory.mktemp("straight"), training_data)

@@ -226,6 +226,30 @@ def test_the_next_save_raises_what_the_last_one_met(tmp_path, monkeypatch):
     assert isinstance(caught.value.__cause__, PermissionError)
 
 
+def test_a_save_that_fails_is_logged_when_it_fails(tmp_path, monkeypatch, caplog):
+    """The next save, where it is raised, may be hours away."""
+
+    def denied(*_arguments, **_options):
+        raise StorageError("x: cannot write")
+
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(shards, "write_step", denied)
+    store.save(1, state_of(1), CONFIG)
+    store._thread.join()
+    assert f"saving {tmp_path}/step_1 failed: x: cannot write; what was saved before stays" in caplog.text
+    with pytest.raises(StorageError):
+        store.wait()
+
+
+def test_the_only_step_is_not_put_at_risk_by_saving_it_again(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    before = state_of(1)
+    with pytest.raises(CheckpointError, match="step_1 is there already, and no other step: .*save into another"):
+        store.save(1, state_of(2), CONFIG)
+    assert_states_equal(store.restore(CONFIG, MESH, strict=True).state, before)
+
+
 def test_keyboard_interrupt_passes_through_a_save(tmp_path, monkeypatch):
     def interrupted(_self):
         raise KeyboardInterrupt
@@ -367,6 +391,30 @@ def test_a_foreign_folder_in_the_way_is_not_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="no run of this model_dir wrote it; move it away"):
         save(store, 1)
     assert (tmp_path / "step_1" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("step", "last", "new", "refused"), [
+    (1, 9, False, False),  # behind the newest step: nothing is saved there any more
+    (2, 9, False, False),  # the newest itself
+    (2, 9, True, True),  # deleted first, which leaves what is foreign
+    (2, 1, True, False),  # the new run ends before
+    (5, 9, False, True), (5, 9, True, True), (5, None, False, True), (5, 4, False, False),
+])  # fmt: skip
+def test_foreign_files_in_the_way_are_seen_before_a_run(tmp_path, step, last, new, refused):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    store.check_in_the_way(last, new)
+    folder = tmp_path / f"step_{step}" / "shard_0"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mine.txt").write_text("mine")
+    if refused:
+        with pytest.raises(
+            CheckpointError, match=f"step_{step}, where step {step} would be saved, holds .*move it away"
+        ):
+            store.check_in_the_way(last, new)
+    else:
+        store.check_in_the_way(last, new)
 
 
 def test_space_is_checked_before_a_run(tmp_path, monkeypatch):

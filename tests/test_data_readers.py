@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import os
-import re
 import tarfile
 
 import pytest
@@ -19,7 +18,6 @@ from mesh_transformer.data import documents
 from mesh_transformer.data.documents import PIECE_CHARS, split_documents
 from mesh_transformer.data.inputs import find_inputs
 from mesh_transformer.data.normalise import normaliser, wikitext_detokenize
-from mesh_transformer.data.progress import Progress
 from mesh_transformer.data.readers import Reader
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.errors import DataError, StorageError
@@ -254,26 +252,3 @@ def test_wikitext_clean_up_changes_exactly_this():
 
 def test_ftfy_mends_encoding_and_uses_nfkc():
     assert normaliser(ftfy=True, wikitext=False)("â€œquotedâ€\x9d ﬁne Ｎ") == '"quoted" fine N'
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("out", [io.StringIO(), Terminal()])
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(out):
-    now = [0.0]
-    stage = Progress("reading", 200_000_000, out, clock=lambda: now[0])
-    for second in range(40):
-        now[0] = float(second + 1)
-        stage.advance(5_000_000)
-    stage.done()
-    text = out.getvalue()
-    if out.isatty():
-        assert text.count("\r") == 41 and text.count("\n") == 1
-        assert "[###############...............] reading  50% 100.0/200.0 MB, 5.00 MB/s, 0:20 left" in text
-    else:
-        assert "\r" not in text and text.count("\n") == 5
-        assert re.search(r"^reading  50% 100.0/200.0 MB, 5.00 MB/s, 0:20 left$", text, re.MULTILINE)
-        assert text.endswith("reading 100% 200.0/200.0 MB, 5.00 MB/s, 0:00 left\n")

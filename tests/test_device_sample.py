@@ -180,6 +180,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(sample, folder, d
     assert code == 2 and f"error: {damaged}/step_8" in said, "the first of the damaged ones is what counts"
 
 
+def test_the_step_that_is_used_instead_must_be_of_the_same_model(sample, folder, damaged):
+    """Equal shapes, other positions: only the manifest tells, and it was looked at for the newest step alone."""
+    other = network(1, 2, n_vocab=V, pe="rotary", pe_rotary_dims=2, model_dir=str(damaged))
+    store = CheckpointStore(damaged.parent / "other")
+    store.save(7, other.state, other.config)
+    store.wait()
+    shutil.rmtree(damaged / "step_7")
+    shutil.copytree(damaged.parent / "other" / "step_7", damaged / "step_7")
+    code, text, said = sample("--prompt", "a", config=other_config(folder, "mixed.json", model_dir=str(damaged)))
+    assert (code, text) == (2, "") and "step_7 is of another model: pe_rotary_dims was 2" in said
+
+
 @pytest.mark.parametrize("told", ["hash", "name"])
 def test_another_tokenizer_than_the_weights_were_trained_with_is_said(sample, folder, tmp_path, told):
     trained = network(1, 2, n_vocab=V, model_dir=str(tmp_path / "model"), tokenizer=str(folder / "tokenizer.json"))

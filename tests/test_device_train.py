@@ -1,5 +1,6 @@
 """device_train.py on a real, tiny network split dp 2 x mp 4: exact resume, fine-tuning, non-finite values."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,23 +23,12 @@ from training_tools import (
     counting,
     equal,
     interrupt_at,
-    make_data,
-    straight_run,
     write_masked_file,
 )  # fmt: skip
 
 from mesh_transformer import CausalTransformer, load_config
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.optimizer import schedule
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def straight(data, tmp_path_factory):
-    return straight_run(tmp_path_factory.mktemp("straight"), data)
 
 
 def test_a_run_leaves_a_line_per_step_its_checkpoints_and_a_falling_loss(straight):
@@ -61,10 +51,10 @@ def test_the_logged_rate_is_the_one_used(straight):
 
 
 def test_sigterm_in_step_three_then_a_new_process_equals_the_straight_run(
-    straight, data, tmp_path, monkeypatch, capsys
+    straight, training_data, tmp_path, monkeypatch, capsys
 ):
     """Step 3 ends exactly where the first record file does."""
-    run = Run(tmp_path, data, val_every=2, ckpt_every=2)
+    run = Run(tmp_path, training_data, val_every=2, ckpt_every=2)
     interrupt_at(monkeypatch, 3)
     assert run() == 75
     assert run.store.steps() == [2, 3]
@@ -91,8 +81,48 @@ def test_a_finished_run_exits_at_once_and_touches_nothing(straight, tmp_path, ca
     assert straight.files() == before
 
 
-def test_restarts_spend_no_step_and_no_batch(data, tmp_path, monkeypatch):
-    run = Run(tmp_path, data)
+def flip_middle(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_finished_run_whose_last_step_is_damaged_trains_it_again(straight, training_data, tmp_path, capsys):
+    run = Run(tmp_path, training_data, val_every=2, ckpt_every=2)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    flip_middle(run.model_dir / "step_6" / "shard_1" / "3.npz")
+    before = run.files()
+    assert run("--strict") == 2
+    assert "shard_1/3.npz has checksum" in capsys.readouterr().err
+    assert run.files() == before
+    assert run() == 0
+    said = capsys.readouterr().err
+    assert "the run is at its end, but" in said and "step 4 is used instead" in said and "done: 6 of 6 steps" in said
+    assert run.trace == straight.trace and equal(run.tensors(6), straight.tensors(6))
+
+
+def test_what_another_trainer_did_before_the_lock_was_taken_counts(
+    straight, training_data, tmp_path, monkeypatch, capsys
+):
+    """The folder is looked at before it is locked, and again where it has changed since."""
+    run = Run(tmp_path, training_data, val_every=2, ckpt_every=2)
+    hold = CheckpointStore.hold
+
+    def late(store):
+        shutil.copytree(straight.model_dir, run.model_dir, dirs_exist_ok=True)
+        return hold(store)
+
+    monkeypatch.setattr(CheckpointStore, "hold", late)
+    assert run() == 0
+    assert "there is nothing left to train" in capsys.readouterr().err
+    assert run.trace == straight.trace and equal(run.tensors(6), straight.tensors(6))
+    shutil.rmtree(run.model_dir / "step_6")
+    assert run(lr=3e-2) == 2, "step 4 was another run's"
+    assert "lr was 0.01" in capsys.readouterr().err
+
+
+def test_restarts_spend_no_step_and_no_batch(training_data, tmp_path, monkeypatch):
+    run = Run(tmp_path, training_data)
     for step in (1, 2, 4):
         assert run(total_steps=step) == 0
         state, aux = run.state(step), run.store.aux(step)
@@ -101,8 +131,8 @@ def test_restarts_spend_no_step_and_no_batch(data, tmp_path, monkeypatch):
     assert [line["step"] for line in run.lines] == [1, 2, 3, 4]
 
 
-def test_sigterm_from_outside_saves_and_exits_75(data, tmp_path):
-    run = Run(tmp_path, data)
+def test_sigterm_from_outside_saves_and_exits_75(training_data, tmp_path):
+    run = Run(tmp_path, training_data)
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "device_train.py"), *run.arguments(total_steps=10**6)],
         stderr=subprocess.PIPE, text=True,
@@ -119,9 +149,11 @@ def test_sigterm_from_outside_saves_and_exits_75(data, tmp_path):
     assert [line["step"] for line in run.lines] == list(range(1, reached + 2))
 
 
-def test_fine_tuning_resets_the_schedule_and_its_resume_does_not(straight, data, tmp_path, monkeypatch, capsys):
+def test_fine_tuning_resets_the_schedule_and_its_resume_does_not(
+    straight, training_data, tmp_path, monkeypatch, capsys
+):
     source = str(straight.model_dir / "step_6")
-    run = Run(tmp_path, data, total_steps=4)
+    run = Run(tmp_path, training_data, total_steps=4)
     interrupt_at(monkeypatch, 2)
     assert run("--tune-model-path", source) == 75
     state = run.state(2)
@@ -141,8 +173,8 @@ def test_fine_tuning_resets_the_schedule_and_its_resume_does_not(straight, data,
     assert straight.files() == before
 
 
-def test_fresh_opt_leaves_the_moments_behind(straight, data, tmp_path):
-    run = Run(tmp_path, data, total_steps=1)
+def test_fresh_opt_leaves_the_moments_behind(straight, training_data, tmp_path):
+    run = Run(tmp_path, training_data, total_steps=1)
     assert run("--tune-model-path", str(straight.model_dir), "--fresh-opt") == 0
     state, source = run.state(1), straight.state(6)
     assert int(state.opt_state.count) == 1 and int(source.opt_state.count) == 6

@@ -8,7 +8,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-from training_tools import PER_STEP, ROOT, Run, S, interrupt_at, make_data, straight_run, write_file
+from training_tools import PER_STEP, ROOT, Run, S, interrupt_at, write_file
 
 from mesh_transformer import CausalTransformer, load_config
 from mesh_transformer.checkpoint.store import CheckpointStore
@@ -19,18 +19,8 @@ from mesh_transformer.optimizer import schedule
 from mesh_transformer.training import local, trackers
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def straight(data, tmp_path_factory):
-    return straight_run(tmp_path_factory.mktemp("straight"), data)
-
-
-def test_a_run_made_longer_or_shorter_keeps_a_schedule_that_was_a_default(straight, data, tmp_path, capsys):
-    run = Run(tmp_path / "run", data, val_every=2, ckpt_every=2)
+def test_a_run_made_longer_or_shorter_keeps_a_schedule_that_was_a_default(straight, training_data, tmp_path, capsys):
+    run = Run(tmp_path / "run", training_data, val_every=2, ckpt_every=2)
     shutil.copytree(straight.model_dir, run.model_dir)
     for key in ("warmup_steps", "anneal_steps"):
         del run.keys[key]
@@ -54,10 +44,10 @@ def test_another_config_is_refused_with_the_keys_that_differ(straight, capsys):
     assert straight.files() == before
 
 
-def test_other_data_are_refused_unless_reset(straight, data, tmp_path, capsys):
-    run = Run(tmp_path / "run", data)
+def test_other_data_are_refused_unless_reset(straight, training_data, tmp_path, capsys):
+    run = Run(tmp_path / "run", training_data)
     shutil.copytree(straight.model_dir, run.model_dir)
-    (data / "other.index").write_text("b.tfrecords\n")
+    (training_data / "other.index").write_text("b.tfrecords\n")
     assert run(total_steps=7, train_set="other.index") == 2
     assert "--reset-data" in capsys.readouterr().err
     assert run("--reset-data", total_steps=7, train_set="other.index") == 0
@@ -68,8 +58,8 @@ def test_other_data_are_refused_unless_reset(straight, data, tmp_path, capsys):
     assert run(total_steps=8, train_set="other.index") == 0
 
 
-def test_new_asks_and_needs_yes_without_a_terminal(straight, data, tmp_path, monkeypatch, capsys):
-    run = Run(tmp_path / "run", data, total_steps=1)
+def test_new_asks_and_needs_yes_without_a_terminal(straight, training_data, tmp_path, monkeypatch, capsys):
+    run = Run(tmp_path / "run", training_data, total_steps=1)
     shutil.copytree(straight.model_dir, run.model_dir)
     (run.model_dir / "notes.txt").write_text("mine")
     (run.model_dir / "step_2" / "notes.txt").write_text("mine too")
@@ -90,8 +80,37 @@ def test_new_asks_and_needs_yes_without_a_terminal(straight, data, tmp_path, mon
     assert not (run.model_dir / "step_4").exists()
 
 
-def test_a_dry_run_leaves_nothing_behind(straight, data, tmp_path, capsys):
-    run = Run(tmp_path / "run", data, val_every=2, trackers=["tensorboard", "wandb"])
+@pytest.mark.parametrize("more", [(), ("--new", "--yes")])
+def test_what_is_in_the_way_of_a_step_is_refused_before_devices_start(
+    training_data, tmp_path, monkeypatch, capsys, more
+):
+    def refuse(*_):
+        raise AssertionError("devices were started")
+
+    monkeypatch.setattr(local, "choose_platform", refuse)
+    run = Run(tmp_path / "run", training_data)
+    (run.model_dir / "step_5").mkdir(parents=True)
+    (run.model_dir / "step_5" / "notes.txt").write_text("mine")
+    assert run(*more) == 2
+    assert "step_5, where step 5 would be saved, holds notes.txt" in capsys.readouterr().err
+    (run.model_dir / "step_5" / "notes.txt").unlink()
+    (run.model_dir / "step_5").rmdir()
+    (run.model_dir / "step_5").write_text("a file of that name")
+    assert run(*more) == 2
+    assert "step_5: cannot list: Not a directory; a file stands where a folder is needed" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="devices"):  # it is in the way of no step of this run
+        run(*more, total_steps=4)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "https://host/run", "nonsense://host/run"])
+def test_a_model_dir_that_can_only_be_read_is_refused_before_anything_is_looked_at(tmp_path, capsys, url):
+    run = Run(tmp_path / "run", tmp_path / "none", model_dir=url)
+    assert run() == 2
+    assert f"model_dir ({url}) is a URL that can only be read" in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_nothing_behind(straight, training_data, tmp_path, capsys):
+    run = Run(tmp_path / "run", training_data, val_every=2, trackers=["tensorboard", "wandb"])
     assert run("--dry-run") == 0
     shown = capsys.readouterr().err
     assert "one step: loss" in shown and "validation on v: loss" in shown and "nothing was written" in shown
@@ -101,12 +120,12 @@ def test_a_dry_run_leaves_nothing_behind(straight, data, tmp_path, capsys):
     assert straight.files() == before
 
 
-def test_what_cannot_work_is_said_before_weights_are_drawn(data, tmp_path, monkeypatch, capsys):
+def test_what_cannot_work_is_said_before_weights_are_drawn(training_data, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise AssertionError("weights were drawn")
 
     monkeypatch.setattr(CausalTransformer, "state", property(refuse))
-    run = Run(tmp_path / "run", data)
+    run = Run(tmp_path / "run", training_data)
     (tmp_path / "file").write_text("")
     for more, keys, expected in (
         (["--platform", "tpu"], {}, "platform 'tpu' was asked for, but JAX found 'cpu'"),
@@ -114,7 +133,8 @@ def test_what_cannot_work_is_said_before_weights_are_drawn(data, tmp_path, monke
         ([], {"val_set": {"v": "none.index"}}, "none.index"),
         ([], {"n_vocab": 32}, "n_vocab"),
         ([], {"seq": 8}, "seq"),
-        ([], {"model_dir": str(tmp_path / "file" / "model")}, "Not a directory"),
+        ([], {"model_dir": str(tmp_path / "file" / "model")}, "a file stands where a folder is needed"),
+        ([], {"model_dir": str(tmp_path / "a\0b")}, "cannot hold the character NUL"),
         (["--devices", "6"], {}, "6 devices cannot be split into replicas of cores_per_replica (4)"),
         ([], {"val_every": -1}, "val_every"),
         (["--version", "2"], {}, "version 2"),
@@ -125,12 +145,12 @@ def test_what_cannot_work_is_said_before_weights_are_drawn(data, tmp_path, monke
         assert not run.model_dir.exists()
 
 
-def test_a_config_that_cannot_be_trained_is_refused_before_devices_start(data, tmp_path, monkeypatch, capsys):
+def test_a_config_that_cannot_be_trained_is_refused_before_devices_start(training_data, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise AssertionError("devices were started")
 
     monkeypatch.setattr(local, "choose_platform", refuse)
-    run = Run(tmp_path / "run", data, epochs=1, total_steps=None)
+    run = Run(tmp_path / "run", training_data, epochs=1, total_steps=None)
     assert run(early_cast=True, bf16_optimizer=True) == 2
     message = capsys.readouterr().err
     assert "early_cast cannot be used in training" in message and "bf16_optimizer cannot" in message
@@ -141,13 +161,13 @@ def test_a_config_that_cannot_be_trained_is_refused_before_devices_start(data, t
     assert "trackers has wandb, which needs the package wandb" in capsys.readouterr().err
 
 
-def test_data_of_another_tokenizer_are_refused_even_after_a_reset(straight, data, tmp_path, capsys):
-    run = Run(tmp_path / "run", data)
+def test_data_of_another_tokenizer_are_refused_even_after_a_reset(straight, training_data, tmp_path, capsys):
+    run = Run(tmp_path / "run", training_data)
     for name, hash_ in (("one", "1" * 32), ("two", "2" * 32)):
-        path = data / f"{name}.tfrecords"
+        path = training_data / f"{name}.tfrecords"
         write_file(path, 12, 3)
         sidecar.write(str(path), {"bytes": path.stat().st_size, "records": 12, "seq": S, "tokenizer_hash": hash_})
-        (data / f"{name}.index").write_text(f"{name}.tfrecords\n")
+        (training_data / f"{name}.index").write_text(f"{name}.tfrecords\n")
     assert run(total_steps=1, train_set="one.index") == 0
     assert run("--reset-data", total_steps=2, train_set="two.index") == 2
     assert f"tokenizer_hash was '{'1' * 32}' in the run and is '{'2' * 32}'" in capsys.readouterr().err
@@ -155,16 +175,16 @@ def test_data_of_another_tokenizer_are_refused_even_after_a_reset(straight, data
     assert run("--reset-data", total_steps=2) == 0
 
 
-def test_epochs_are_resolved_from_the_records(data, tmp_path, capsys):
-    run = Run(tmp_path, data, epochs=1, total_steps=None)
+def test_epochs_are_resolved_from_the_records(training_data, tmp_path, capsys):
+    run = Run(tmp_path, training_data, epochs=1, total_steps=None)
     assert run() == 0
     assert "1 epochs of 32 sequences: total_steps 8" in capsys.readouterr().err
     assert [line["step"] for line in run.lines] == list(range(1, 9))
     assert run() == 0
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(straight, data, tmp_path, capsys):
-    run = Run(tmp_path / "run", data, val_every=2, ckpt_every=2)
+def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(straight, training_data, tmp_path, capsys):
+    run = Run(tmp_path / "run", training_data, val_every=2, ckpt_every=2)
     shutil.copytree(straight.model_dir, run.model_dir)
     path = run.model_dir / "step_6" / "shard_1" / "3.npz"
     content = bytearray(path.read_bytes())
@@ -179,9 +199,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(straight, data, t
 
 
 def test_the_command_to_go_on_neither_deletes_the_run_nor_begins_the_data_again(
-    straight, data, tmp_path, capsys, monkeypatch
+    straight, training_data, tmp_path, capsys, monkeypatch
 ):
-    run = Run(tmp_path / "run", data)
+    run = Run(tmp_path / "run", training_data)
     shutil.copytree(straight.model_dir, run.model_dir)
     interrupt_at(monkeypatch, 1)
     assert run("--reset-data", total_steps=9) == 75
@@ -192,9 +212,9 @@ def test_the_command_to_go_on_neither_deletes_the_run_nor_begins_the_data_again(
     assert run.store.steps() == [4, 6, 7]
 
 
-def test_what_closing_a_tracker_meets_does_not_hide_why_the_run_ended(data, tmp_path, monkeypatch, capsys):
+def test_what_closing_a_tracker_meets_does_not_hide_why_the_run_ended(training_data, tmp_path, monkeypatch, capsys):
     """On a full disk both fail, the save first."""
-    run = Run(tmp_path / "run", data)
+    run = Run(tmp_path / "run", training_data)
 
     def fail(*_, **__):
         raise StorageError("the save met a full disk")
@@ -231,10 +251,23 @@ def test_ctrl_c_while_the_packages_are_imported_ends_the_process_without_a_trace
     assert (found.returncode, found.stderr) == (-signal.SIGINT, "")
 
 
+def test_python_without_asserts_is_refused_by_the_networks_themselves():
+    program = (
+        "from mesh_transformer import *\n"
+        "from conftest import mesh_of, tiny\n"
+        "CausalTransformer(load_config(tiny()), mesh_of(1, 1))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-O", "-c", program], env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "ConfigError" in found.stderr and "does not work under `python -O`" in found.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", [["device_train.py"], ["device_sample.py", "--random-init", "--prompt", "a"]])
-def test_python_without_asserts_is_refused_in_a_line(data, tmp_path, command):
+def test_python_without_asserts_is_refused_in_a_line(training_data, tmp_path, command):
     """dm-haiku would lose its way, with a traceback; the checks of the config itself do not need asserts."""
-    run = Run(tmp_path / "run", data)
+    run = Run(tmp_path / "run", training_data)
     train_tokenizer(["abc"], 280, str(tmp_path / "tokenizer.json"))
     for keys, words in (({}, "does not work under `python -O`"), ({"n_heads": 6}, "n_heads (6) must be divisible")):
         keys |= {"n_vocab": 280, "tokenizer": str(tmp_path / "tokenizer.json")}

@@ -29,8 +29,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # The rooms of the package from the ground up: a room imports only from its own row and those above it in this list.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"command_line"},
-    {"config_fields", "config_rules", "config_groups", "config", "storage", "gcs"},
+    {"command_line", "progress"},
+    {"config_fields", "config_rules", "config_groups", "config", "storage", "storage_errors", "gcs"},
     {"mesh", "parameters", "collectives", "state"},
     {"attention", "fused_attention", "cross_entropy", "layers", "optimizer", "steps"},
     {"transformer_shard"},

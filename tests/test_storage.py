@@ -1,11 +1,13 @@
 """storage.py on local paths: names, atomic writes, swaps, and errors that name the path and keep their cause."""
 
 import errno
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -59,10 +61,23 @@ def test_parent_and_name():
     assert storage.name("gs://b/x/y/") == "y"
 
 
-@pytest.mark.parametrize("path", ["", "file://host/x", "file:x"])
+@pytest.mark.parametrize("path", ["", "file://host/x", "file:x", "a\0b", "gs://bucket/a\0b", "gs://bucket/\udcff"])
 def test_paths_that_mean_nothing_are_refused(path):
     with pytest.raises(StorageError):
         storage.normalise(path)
+
+
+def test_a_name_that_the_locale_lacks_is_refused_in_a_line():
+    """In an ASCII locale, which a bare container may have; every function takes its path through `normalise`."""
+    code = "from mesh_transformer import storage; storage.makedirs('mod\\xe8le')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1] == (
+        "mesh_transformer.errors.StorageError: 'mod\\xe8le': names are in ascii here, which lacks characters of this "
+        "one: set PYTHONUTF8=1 or LC_ALL=C.UTF-8, or choose another path"
+    )
 
 
 def test_write_read_list_remove(tmp_path):
@@ -136,6 +151,17 @@ def test_probe_names_the_folder_and_the_cause(tmp_path):
     assert isinstance(caught.value.__cause__, OSError)
 
 
+def test_what_stands_in_the_way_is_said_with_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for call in (storage.listdir, storage.makedirs, lambda path: storage.write_atomic(f"{path}/x", b"")):
+        with pytest.raises(StorageError, match="file.*a file stands where a folder is needed: move it away"):
+            call(tmp_path / "file")
+    with pytest.raises(StorageError, match="a folder stands where a file is needed: move it away"):
+        storage.read_bytes(tmp_path)
+    with pytest.raises(StorageError, match="choose a shorter path"):
+        storage.open_file(tmp_path / ("x" * 300))
+
+
 def test_probe_of_a_read_only_folder_chains_permission_error(tmp_path, monkeypatch):
     # Tests may run as root, to whom every folder is writable: the system call is made to answer instead.
     def denied(path, *_args, **_options):
@@ -155,8 +181,40 @@ def test_free_bytes_of_a_folder_to_come(tmp_path):
 
 
 def test_other_urls_are_for_reading():
-    with pytest.raises(StorageError, match="only local and gs://"):
-        storage.write_atomic("https://example.org/x", b"")
+    for call in (storage.makedirs, storage.listdir, lambda path: storage.write_atomic(path, b"")):
+        with pytest.raises(StorageError, match="only local and gs://"):
+            call("https://example.org/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        pytest.param(
+            "ssh://host/x",
+            r"reading ssh:// needs a package that is not installed: pip install 'smart_open\[ssh\]'",
+            marks=pytest.mark.skipif(importlib.util.find_spec("paramiko") is not None, reason="paramiko is there"),
+        ),
+        ("nonsense://host/x", "smart_open reads no nonsense:// here; expected a local path, gs://"),
+        ("ftp://127.0.0.1/x", "cannot open: you must specify the user; check the URL"),
+    ],
+)
+def test_urls_that_cannot_be_read_are_refused_in_a_line(url, problem):
+    with pytest.raises(StorageError, match=problem) as caught:
+        storage.read_bytes(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_other_packages_count_as_the_storages(monkeypatch):
+    class ClientError(Exception):
+        pass
+
+    package = types.SimpleNamespace(BotoCoreError=ClientError, ClientError=ClientError)
+    monkeypatch.setitem(sys.modules, "botocore.exceptions", package)
+    with (
+        pytest.raises(StorageError, match="s3://b/x: cannot read: the token is old"),
+        storage.errors("s3://b/x", "read"),
+    ):
+        raise ClientError("the token is old")
 
 
 def test_swap_needs_the_old_content(tmp_path):

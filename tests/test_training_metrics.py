@@ -12,9 +12,10 @@ import pytest
 from conftest import tiny
 
 from mesh_transformer.config import load_config
+from mesh_transformer.progress import Progress
 from mesh_transformer.training import throughput
 from mesh_transformer.training.noise import NoiseScale
-from mesh_transformer.training.progress import Progress, duration
+from mesh_transformer.training.progress import StepProgress
 from mesh_transformer.training.trackers import JsonlTracker, keep_lines
 from mesh_transformer.training.watchdog import Watchdog
 
@@ -100,22 +101,25 @@ class Screen:
 METRICS = {"train/loss": 2.5, "train/learning_rate": 1e-4, "train/tokens_per_sec": 1000.0}
 
 
-def test_progress_is_a_bar_with_eta_on_a_terminal():
-    screen = Screen(True)
-    with Progress(0, 100, stream=screen) as progress:
+def test_progress_of_a_run_is_a_bar_with_eta_on_a_terminal(caplog):
+    screen, times = Screen(True), iter(range(1000))
+    with caplog.at_level(logging.INFO), Progress("step", 100, stream=screen, clock=lambda: next(times)) as shown:
+        progress = StepProgress(0, 100, shown)
         progress.update(1, METRICS, 60.0)
         progress.update(2, METRICS, 2.0)
-        progress._bar.refresh()
-    assert "2/100" in screen.text and "loss 2.5000" in screen.text and "ETA 0:03:16" in screen.text
+    assert "2% |" in screen.text and "| step 2/100  loss 2.5000" in screen.text and "ETA 0:03:16" in screen.text
+    assert not caplog.records
 
 
-def test_progress_is_plain_lines_elsewhere(caplog):
+def test_progress_of_a_run_is_plain_lines_elsewhere(caplog):
     times = iter(range(0, 1000, 4))
-    with caplog.at_level(logging.INFO), Progress(0, 6, stream=Screen(False), clock=lambda: next(times)) as progress:
+    shown = Progress("step", 6, stream=Screen(False), say=logging.getLogger().info, clock=lambda: next(times))
+    with caplog.at_level(logging.INFO), shown:
+        progress = StepProgress(0, 6, shown)
         for step in range(1, 7):
             progress.update(step, METRICS | ({"val/loss_v": 3.0} if step == 2 else {}), 1.0)
-    shown = [record.getMessage().split()[1] for record in caplog.records]
-    assert shown == ["1/6", "2/6", "5/6", "6/6"]
+    lines = [record.getMessage().split()[1] for record in caplog.records]
+    assert lines == ["1/6", "2/6", "5/6", "6/6"]
     assert "val/loss_v 3.0000" in caplog.records[1].getMessage()
 
 
@@ -127,7 +131,3 @@ def test_show_schedule_prints_the_rate_at_the_steps_where_it_turns(capsys):
     assert rates["72"] == ("1e-05", "annealing ends, run ends")
     assert show_schedule.main(["none.json"]) == 2
     assert "none.json" in capsys.readouterr().err
-
-
-def test_durations():
-    assert [duration(s) for s in (0, 61, 3600 * 25)] == ["0:00:00", "0:01:01", "1 d 1:00:00"]

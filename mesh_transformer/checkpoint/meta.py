@@ -85,7 +85,9 @@ def _parse(path: str, content: bytes) -> Meta:
         steps = tuple(int(step) for step in body["checkpoints"])
         aux = {int(step): dict(values) for step, values in body.get("aux", {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} is corrupt ({error}); expected keys step, checkpoints and aux") from error
+        raise DamagedError(
+            f"{path} is corrupt ({error}); expected keys step, checkpoints and aux: move it away, or copy it again"
+        ) from error
     return Meta(steps, {step: aux[step] for step in steps if step in aux})
 
 

@@ -48,6 +48,18 @@ def is_unfinished(step_dir: str) -> bool:
     return storage.exists(storage.join(step_dir, UNFINISHED))
 
 
+def foreign(step_dir: str) -> list[str]:
+    """The names in a step's folder that neither this project nor the 2021 library wrote."""
+    found = []
+    for name in storage.listdir(step_dir):
+        if _is_shard(name):
+            files = storage.listdir(storage.join(step_dir, name))
+            found += [f"{name}/{file}" for file in files if not _is_array_file(file)]
+        elif not _is_manifest(name) and name != UNFINISHED:
+            found.append(name)
+    return found
+
+
 def delete(step_dir: str) -> list[str]:
     """Remove what this project or the 2021 library wrote into a step's folder; returns the names it left alone.
 
@@ -55,28 +67,35 @@ def delete(step_dir: str) -> list[str]:
     """
     with contextlib.suppress(StorageError):  # a full disk takes no mark, and is the best reason to delete
         mark_unfinished(step_dir)
-    left = []
+    left = foreign(step_dir)
     for name in storage.listdir(step_dir):
         path = storage.join(step_dir, name)
-        if name.startswith("shard_") and name[6:].isdigit():
-            left += [f"{name}/{file}" for file in _delete_shard(path)]
-        elif name == manifest.NAME or storage.is_draft(name, manifest.NAME):
+        if _is_shard(name):
+            _delete_shard(path)
+        elif _is_manifest(name):
             storage.remove(path)
-        elif name != UNFINISHED:
-            left.append(name)
     clear_mark(step_dir)
     if not left:
         storage.remove_tree(step_dir)
     return left
 
 
-def _delete_shard(shard_dir: str) -> list[str]:
-    left = []
-    for name in storage.listdir(shard_dir):
-        if name.removesuffix(".npz").isdigit():
+def _delete_shard(shard_dir: str) -> None:
+    names = storage.listdir(shard_dir)
+    for name in names:
+        if _is_array_file(name):
             storage.remove(storage.join(shard_dir, name))
-        else:
-            left.append(name)
-    if not left:
+    if all(map(_is_array_file, names)):
         storage.remove_tree(shard_dir)
-    return left
+
+
+def _is_shard(name: str) -> bool:
+    return name.startswith("shard_") and name[6:].isdigit()
+
+
+def _is_array_file(name: str) -> bool:
+    return name.removesuffix(".npz").isdigit()
+
+
+def _is_manifest(name: str) -> bool:
+    return name == manifest.NAME or storage.is_draft(name, manifest.NAME)

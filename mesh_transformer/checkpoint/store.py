@@ -125,6 +125,26 @@ class CheckpointStore:
                 f"there at once, which needs {_gb(needed)} more: free some, lower keep_n, or choose another model_dir"
             )
 
+    def check_in_the_way(self, last: int | None, new: bool = False) -> None:
+        """Check that nothing foreign lies where the steps behind the newest, up to `last` (None: any), are to go.
+
+        `new`: what is there is deleted first, which leaves alone what no run wrote. Raises CheckpointError naming it.
+        """
+        after = 0 if new else self.latest() or 0
+        for step in meta.step_folders(self.model_dir):
+            if not after < step <= (step if last is None else last):
+                continue
+            folder = self.path(step)
+            if not self._is_own(step):
+                found = storage.listdir(folder)
+            else:
+                found = retention.foreign(folder) if new else []
+            if found:
+                raise CheckpointError(
+                    f"{folder}, where step {step} would be saved, holds {', '.join(found[:5])}, which no run of this "
+                    "model_dir wrote: move it away, or choose another model_dir"
+                )
+
     def delete_own(self) -> list[str]:
         """Remove all checkpoints that this project wrote here (`--new`); returns what it left alone, as paths."""
         found = [step for step in meta.step_folders(self.model_dir) if self._is_own(step)]
@@ -150,12 +170,18 @@ class CheckpointStore:
 
         `position`: of the data, JSON; `val_loss`: by validation set; `aux`: more JSON to be given back by `restore`;
         `agreement`: what a resume must share (default: the config's). Waits for the save before; raises what it met.
+        Raises CheckpointError for the only step that is there: while it is written again, a kill would leave none.
         """
         from mesh_transformer.checkpoint.snapshot import snapshot
 
         self.wait()
         if self._lock is not None:
             self._lock.check()
+        if self.steps() == [step]:
+            raise CheckpointError(
+                f"{self.path(step)} is there already, and no other step: replacing it could lose both if it were cut "
+                "short; save into another model_dir, or at another step first"
+            )
         saved = {**(aux or {}), "train_loader": dict(position or {}), "val_loss": dict(val_loss or {})}
         details = {
             "step": step,
@@ -189,6 +215,8 @@ class CheckpointStore:
             self._publish(step, copied, config, aux, details)
             logger.info("saved %s (%s in %.1f s)", self.path(step), _gb(copied.nbytes), time.monotonic() - started)
         except Exception as error:  # noqa: BLE001 - handed to the thread that trains, by wait()
+            # Said now, since the next save, where it is raised, may be hours away.
+            logger.error("saving %s failed: %s; what was saved before stays", self.path(step), error)
             self._error = error
             self._discard(step)
 

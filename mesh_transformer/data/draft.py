@@ -84,11 +84,23 @@ class Draft:
         if not storage.is_url(path):
             storage.rename(self._draft, path)
             return
-        with open(self._draft, "rb") as source, storage.open_file(path, "wb") as target:
-            shutil.copyfileobj(source, target, _BUFFER)
+        with storage.errors(path, "write"), open(self._draft, "rb") as source:
+            target = storage.open_file(path, "wb")
+            try:
+                shutil.copyfileobj(source, target, _BUFFER)
+                target.close()
+            except BaseException:
+                storage.abandon(target)
+                raise
 
     @property
     def _draft(self) -> str:
         if self._path is None:
             raise RuntimeError("a Draft is used in a `with` block")
         return self._path
+
+
+def unpublish(path: str) -> None:
+    """Remove a record file with what belongs to it; not there is fine. The record file, which is looked for, first."""
+    for suffix in ("", OFFSETS_SUFFIX, sidecar.SUFFIX):
+        storage.remove(path + suffix)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_transformer import storage
-from mesh_transformer.data.draft import Draft
+from mesh_transformer.data.draft import Draft, unpublish
 from mesh_transformer.data.encoding import EncodingOptions, NumberedPiece, encode_pieces
 from mesh_transformer.data.index import write_index
 from mesh_transformer.data.inputs import InputFile, find_inputs
@@ -25,7 +25,7 @@ from mesh_transformer.data.records import RECORDS_SUFFIX
 from mesh_transformer.data.splitting import BY_DOCUMENT, make_split
 from mesh_transformer.data.spool import Spool
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_transformer.errors import DataError
+from mesh_transformer.errors import DataError, StorageError
 
 _LOG = logging.getLogger(__name__)
 _WORTH_WORKERS = 4_000_000  # bytes of input below which starting processes takes longer than the work
@@ -87,12 +87,12 @@ def _silent(title: str, total: int) -> Callable[[int], None]:
 def make_records(options: Options, report: Report = _silent) -> Result:
     """Make record files and what belongs to them. Raises DataError for inputs, StorageError for the disk.
 
-    Files appear under their names only when complete, and none if any cannot be made.
+    Files appear under their names only when complete, and none if any cannot be made. They replace those of an earlier
+    run as a whole: whatever cuts it short, the splits of two runs never lie together.
     """
     files, left_out = find_inputs(options.input_path, options.recursive, options.text_suffixes)
     tokenizer = load_tokenizer(options.tokenizer)
-    output = storage.normalise(options.output_dir or ".")
-    storage.makedirs(output)
+    output, index_dir = _folders(options)
     scratch = tempfile.gettempdir() if storage.is_url(output) else output
     reader = Reader(
         separator=None if options.treat_eot_as_text else tokenizer.eot_token,
@@ -116,9 +116,46 @@ def make_records(options: Options, report: Report = _silent) -> Result:
         for split, draft in drafts.items():
             name = options.name if split == TRAIN else f"{options.name}_{split}"
             paths[split] = storage.join(output, f"{name}_{draft.packed.records}{RECORDS_SUFFIX}")
-            draft.publish(paths[split], descriptions[split])
-    indexes = [] if options.index_dir is None else _write_indexes(options, paths)
-    return Result(paths, descriptions, indexes, left_out + reader.left_out, reader.undecodable)
+        indexes = {} if index_dir is None else {s: _index(options, index_dir, s) for s in splits}
+        with _replacing(list(indexes.values()), list(paths.values())):
+            for split, draft in drafts.items():
+                draft.publish(paths[split], descriptions[split])
+            for split, index in indexes.items():
+                comment = f"{split} set of {options.name}, written by create_finetune_tfrecords.py"
+                write_index(index, [_entry(paths[split], output, storage.parent(index))], comment)
+    return Result(paths, descriptions, list(indexes.values()), left_out + reader.left_out, reader.undecodable)
+
+
+def _folders(options: Options) -> tuple[str, str | None]:
+    """Where records and index files go; made and tried, since hours may pass before the first file is written."""
+    output = storage.normalise(options.output_dir or ".")
+    index_dir = None if options.index_dir is None else storage.normalise(options.index_dir or output)
+    for folder in {output, index_dir or output}:
+        storage.makedirs(folder)
+        storage.probe_writable(folder)
+    return output, index_dir
+
+
+@contextlib.contextmanager
+def _replacing(indexes: list[str], records: list[str]) -> Iterator[None]:
+    """What an earlier run left under these names goes before the block, and what the block wrote on an error in it.
+
+    A kill between leaves files missing, which whoever reads the set notices, never one split of an earlier run.
+    """
+
+    def clear() -> None:
+        for index in indexes:
+            storage.remove(index)
+        for path in records:
+            unpublish(path)
+
+    clear()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):  # the error that brought us here says more
+            clear()
+        raise
 
 
 def _fill(
@@ -213,18 +250,14 @@ def _source_facts(options: Options, files: list[InputFile], reader: Reader, toke
     }
 
 
-def _write_indexes(options: Options, paths: dict[str, str]) -> list[str]:
-    """An index file for each split: NAME.train.index, NAME.val.index."""
-    output = storage.normalise(options.output_dir or ".")
-    folder = storage.normalise(options.index_dir or output)
-    storage.makedirs(folder)
-    # Relative where both lie in one folder, so that the folder can be moved.
+def _index(options: Options, folder: str, split: str) -> str:
+    """The index file of a split: NAME.train.index, NAME.val.index."""
+    return storage.join(folder, f"{options.name}.{split}.index")
+
+
+def _entry(path: str, output: str, folder: str) -> str:
+    """The line for a record file: relative where both lie in one folder, so that the folder can be moved."""
     local = not storage.is_url(folder) and not storage.is_url(output)
-    same = folder == output or (local and os.path.realpath(folder) == os.path.realpath(output))
-    written = []
-    for split, path in paths.items():
-        entry = storage.name(path) if same else path if storage.is_url(path) else os.path.abspath(path)
-        index = storage.join(folder, f"{options.name}.{split}.index")
-        write_index(index, [entry], f"{split} set of {options.name}, written by create_finetune_tfrecords.py")
-        written.append(index)
-    return written
+    if folder == output or (local and os.path.realpath(folder) == os.path.realpath(output)):
+        return storage.name(path)
+    return path if storage.is_url(path) else os.path.abspath(path)

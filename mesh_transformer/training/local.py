@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shlex
 import sys
@@ -18,7 +19,8 @@ import jax
 import numpy as np
 
 from mesh_transformer import parameters, storage
-from mesh_transformer.checkpoint import inventory, layout
+from mesh_transformer.checkpoint import inspect, inventory, layout
+from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.config import Config, check_interpreter, check_training, load_config, mesh_notice, resolve_epochs
 from mesh_transformer.data.loader import RecordLoader
@@ -37,7 +39,7 @@ from mesh_transformer.state import TrainState
 from mesh_transformer.training import data_sets, start, trackers
 from mesh_transformer.training.executor import NetworkExecutor
 from mesh_transformer.training.loop import Ending, Hardware, TrainingLoop
-from mesh_transformer.training.progress import Progress
+from mesh_transformer.training.progress import StepProgress, step_progress
 from mesh_transformer.training.run_state import RunState
 from mesh_transformer.training.signals import StopRequest
 from mesh_transformer.training.start import Origin, Start
@@ -99,25 +101,49 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         with watchdog.phase("looking at model_dir and checkpoints"):
             _check_places(request, config, store)
         config, mesh = _start_devices(request, config, records)
-        begin = start.choose(
-            store, config, dp=mesh.shape[DP], fingerprint=records.fingerprint, tokenizer=records.tokenizer_hash,
-            tune_path=request.tune_model_path, new=request.new, reset_data=request.reset_data,
+        decide = functools.partial(
+            start.choose, store, config, dp=mesh.shape[DP], fingerprint=records.fingerprint,
+            tokenizer=records.tokenizer_hash, tune_path=request.tune_model_path, new=request.new,
+            reset_data=request.reset_data,
         )  # fmt: skip
-        if begin.finished:
-            logger.info(
-                "%s is at step %d of %d: there is nothing left to train", store.model_dir, begin.step,
-                begin.config.run.total_steps,
-            )  # fmt: skip
+        seen, begin = store.steps(), decide()
+        if _is_done(begin, store, watchdog, request.strict):
             return EXIT_DONE
-        session = _Session(request, begin, store, mesh, watchdog, command)
         if request.dry_run:
-            return session.try_out()
+            return _Session(request, begin, store, mesh, watchdog, command).try_out()
+        stack.enter_context(store.hold())
+        if store.steps() != seen:  # another trainer has got further, or has begun, before the folder was this one's
+            begin = decide()
+            if _is_done(begin, store, watchdog, request.strict):
+                return EXIT_DONE
         if request.new and store.latest() is not None and not request.yes:
             question = f"Delete the run at step {store.latest()} in {store.model_dir} and start over?"
             if not ask(question):
                 raise ConfigError(f"--new was not agreed to; the run in {store.model_dir} stays")
-        stack.enter_context(store.hold())
-        return session.run()
+        return _Session(request, begin, store, mesh, watchdog, command).run()
+
+
+def _is_done(begin: Start, store: CheckpointStore, watchdog: Watchdog, strict: bool) -> bool:
+    """Whether nothing is left to train, the last step being there and whole.
+
+    Where it is damaged, the run goes on from the step before; with `strict` that is refused: raises DamagedError.
+    """
+    if not begin.finished:
+        return False
+    path = store.path(begin.step)
+    try:
+        with watchdog.phase(f"checking {path}"):
+            inspect.verify(path)
+    except DamagedError as error:
+        if strict:
+            raise
+        logger.warning("the run is at its end, but %s", error)
+        return False
+    logger.info(
+        "%s is at step %d of %d: there is nothing left to train", store.model_dir, begin.step,
+        begin.config.run.total_steps,
+    )  # fmt: skip
+    return True
 
 
 def _check_places(request: Request, config: Config, store: CheckpointStore) -> None:
@@ -128,6 +154,7 @@ def _check_places(request: Request, config: Config, store: CheckpointStore) -> N
     at, total = store.latest(), config.run.total_steps
     if request.new or at is None or total is None or at < total:
         storage.probe_writable(store.model_dir)
+        store.check_in_the_way(total, request.new)
         store.check_space(layout.step_bytes(config.model, config.mesh.cores_per_replica))
     if request.tune_model_path is not None and (at is None or request.new):
         found = inventory.take(find_step(request.tune_model_path), config.model)
@@ -212,7 +239,7 @@ class _Session:
         self, network: CausalTransformer, run: RunState, position: dict[str, object] | None,
         opened: Sequence[trackers.Tracker], stack: contextlib.ExitStack,
     ) -> TrainingLoop:  # fmt: skip
-        config, dp = self._config, self._mesh.shape[DP]
+        config, dp, total = self._config, self._mesh.shape[DP], int(self._config.run.total_steps or 0)
         device = self._mesh.devices.flat[0]
         return TrainingLoop(
             config,
@@ -225,7 +252,7 @@ class _Session:
             watchdog=self._watchdog,
             validation=data_sets.open_validation(config, dp, stack.callback),
             trackers=opened,
-            progress=stack.enter_context(Progress(run.step, int(config.run.total_steps or 0))),
+            progress=StepProgress(run.step, total, stack.enter_context(step_progress(run.step, total))),
         )
 
     def _open_training(self, position: Mapping[str, object] | None) -> RecordLoader:

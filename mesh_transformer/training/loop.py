@@ -22,7 +22,7 @@ from mesh_transformer.training import throughput
 from mesh_transformer.training.executor import Batch, Executor
 from mesh_transformer.training.noise import NoiseScale
 from mesh_transformer.training.periods import is_due
-from mesh_transformer.training.progress import Progress
+from mesh_transformer.training.progress import StepProgress
 from mesh_transformer.training.run_state import RunState
 from mesh_transformer.training.signals import StopRequest
 from mesh_transformer.training.trackers import Tracker
@@ -89,7 +89,7 @@ class TrainingLoop:
         watchdog: Watchdog,
         validation: Validation | None = None,
         trackers: Sequence[Tracker] = (),
-        progress: Progress | None = None,
+        progress: StepProgress | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
