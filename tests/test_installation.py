@@ -1,4 +1,4 @@
-"""What CONTRIBUTING and docs/installation.md promise of fresh environments; needs pip and a network, so all long."""
+"""What CONTRIBUTING and docs/installation.md promise of fresh environments; what needs pip and a network is long."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import tiny
 
 from scripts import install_peers, quickstart, run_long_tests
 
@@ -59,6 +60,52 @@ def test_core_alone_trains_and_samples(tmp_path, record_property, interpreter, l
     assert json.loads(lines[-1])["step"] == 4
     version = "import jax, haiku, optax, sys; print(sys.version.split()[0], jax.__version__, optax.__version__)"
     record_property("Python, jax, optax", run([python, "-c", version], folder).strip())
+
+
+CORE_ALONE = """
+import json, runpy, sys
+from importlib.abc import MetaPathFinder
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == absent or name.startswith(absent + ".") for absent in ABSENT):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+for command in json.loads(sys.argv[1]):
+    sys.argv = command
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, (command, end.code)
+assert not [name for name in ABSENT if name in sys.modules]
+"""
+
+
+@pytest.mark.slow
+def test_core_alone_is_enough(tmp_path):
+    """The short form of the test above: in this environment, with the packages that are not core out of reach."""
+    tokenizer, config = str(tmp_path / "tokenizer.json"), str(tmp_path / "config.json")
+    (tmp_path / "text.txt").write_text("a cat sat on a mat, and then another cat sat down there too. " * 40)
+    keys = tiny(
+        n_vocab=300, cores_per_replica=2, total_steps=2, tokenizer=tokenizer, data_dir=str(tmp_path),
+        train_set="set.train.index", model_dir=str(tmp_path / "model"), name="core",
+    )  # fmt: skip
+    Path(config).write_text(json.dumps(keys))
+    on_cpu = ["--config", config, "--platform", "cpu", "--devices", "4"]
+    commands = [
+        ["scripts/train_tokenizer.py", str(tmp_path / "text.txt"), "--output", tokenizer, "--vocab-size", "270"],
+        ["create_finetune_tfrecords.py", str(tmp_path / "text.txt"), "set", "--output-dir", str(tmp_path),
+         "--config", config, "--index"],
+        ["device_train.py", *on_cpu],
+        ["device_sample.py", *on_cpu, "--prompt", "a cat", "--max-tokens", "4"],
+    ]  # fmt: skip
+    program = f"ABSENT = {NOT_CORE!r}\n{CORE_ALONE}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "done: 2 of 2 steps" in done.stderr and "a cat" in done.stdout
 
 
 def test_cuda_builds_are_recognised():

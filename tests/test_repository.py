@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,12 +55,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(dotted name, inside a function) of every import of a file; `from a import b` gives a.b."""
+def imports(path: Path, skip: Collection[int] = ()) -> Iterator[tuple[str, bool]]:
+    """(dotted name, inside a function) of every import of a file; `from a import b` gives a.b. `skip`: ids of nodes."""
     tree = tree_of(path)
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     inside = {id(child) for function in functions for child in ast.walk(function)}
     for node in ast.walk(tree):
+        if id(node) in skip:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) in inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -136,6 +140,52 @@ def test_library_does_not_import_scripts():
 def test_no_private_imports():
     private = {(path.name, name) for path in OURS for name, _ in imports(path) if PRIVATE.match(name)}
     assert not private, "private names of other projects are imported"
+
+
+# What a package is called where it is imported, where that is not its own name.
+DISTRIBUTIONS = {"haiku": "dm-haiku", "google": "google-cloud-storage"}
+OWN = {"mesh_transformer", "benchmarks", "scripts", "tests"}
+
+
+def requirements(lines: Iterable[str]) -> set[str]:
+    """The names of requirement lines, as pip compares them."""
+    names = (re.match(r"[\w.-]+", line.strip()) for line in lines)
+    return {found[0].lower().replace("_", "-") for found in names if found}
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Outside functions only what requirements.txt has; inside, an extra may provide it. Nothing by way of another."""
+    core = requirements((ROOT / "requirements.txt").read_text().splitlines())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wrong = set()
+    for path in [*MODULES, *SCRIPTS, *sorted((ROOT / "benchmarks").glob("*.py"))]:
+        typing = {id(child) for node in ast.walk(tree_of(path)) if is_type_checking(node) for child in ast.walk(node)}
+        local = OWN | {script.stem for script in SCRIPTS} | {other.stem for other in path.parent.glob("*.py")}
+        for name, inside in imports(path, skip=typing):
+            top = name.split(".")[0]
+            if top in sys.stdlib_module_names or top in local:
+                continue
+            package = DISTRIBUTIONS.get(top, top).lower().replace("_", "-")
+            optional = inside or path.parent.name == "benchmarks"
+            if package not in (core | requirements(itertools.chain(*extras.values())) if optional else core):
+                wrong.add(f"{path.relative_to(ROOT)} imports {name}, which {package} would have to provide")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+# Of jax.experimental, what has no other home and has stayed for years.
+UNSTABLE = re.compile(
+    r"\bjax\.(interpreters|lib|extend|core|linear_util|experimental(?!( import |\.)(mesh_utils|topologies)\b))\b"
+)
+
+
+def test_only_the_stable_face_of_jax_is_used():
+    """Names that a patch release may move; `jax.shard_map` and `jax.jit` are what maps over devices."""
+    found = [path.name for path in OURS if path.name != Path(__file__).name and UNSTABLE.search(path.read_text())]
+    assert not found
 
 
 def test_everything_imports_without_deprecation_warnings():

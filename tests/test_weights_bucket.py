@@ -117,7 +117,8 @@ def test_a_missing_bucket_is_named(bucket, source):
 
 def test_missing_permission_is_said(bucket, proxy, source):
     proxy.answers["PUT"] = proxy.answers["POST"] = 403
-    with pytest.raises(StorageError, match=f"{bucket}/out.*this user needs permission there") as caught:
+    needed = f"this user needs permission there: a role on the bucket {bucket.removeprefix('gs://')}"
+    with pytest.raises(StorageError, match=f"{bucket}/out.*{needed}") as caught:
         convert.reshard(f"{bucket}/run/step_9", f"{bucket}/out", 1, config=source)
     assert type(caught.value.__cause__).__name__ == "Forbidden"
     proxy.answers = {"GET": 403}

@@ -1,7 +1,7 @@
 """Tokenizers: from a file, a folder, or by name from the Hugging Face hub; and training one from text.
 
 Everything works without a network as long as a path is given. The `tokenizers` package does the work; a hub name is
-fetched by the one that it needs for that itself, `huggingface_hub`, into Hugging Face's cache.
+fetched by `huggingface_hub`, into Hugging Face's cache.
 """
 
 from __future__ import annotations
