@@ -101,7 +101,7 @@ def run_stage(options: argparse.Namespace) -> dict[str, float]:
         "reshard to 1": lambda: conversion.reshard(source, out, 1),
         "reshard to 16": lambda: conversion.reshard(source, out, 16),
         "slim to f16": lambda: conversion.slim(source, out, FLOAT_TYPES["f16"]),
-        "export to Hugging Face": lambda: huggingface.convert(source, config, out, dtype={"bf16": "bf16", "f32": "fp32"}[options.dtype], tokenizer=None),
+        "export to Hugging Face": lambda: huggingface.convert(source, config, out, dtype=options.dtype, tokenizer=None),
     }  # fmt: skip
     forget(source)
     began = time.monotonic()
@@ -165,8 +165,9 @@ def table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     speed = {row["stage"]: row["bytes"] / row["seconds"] / 1e6 for row in rows}
     lines = [
-        f"{options.layers} layers, d_model {options.d_model}, n_vocab {options.n_vocab}, {SHARDS} shards, {options.dtype}: "
-        f"{rows[0]['bytes'] / 1e9:.2f} GB, on {os.cpu_count()} cores, by `python benchmarks/rehearsal.py`.",
+        f"{options.layers} layers, d_model {options.d_model}, n_vocab {options.n_vocab}, {SHARDS} shards, "
+        f"{options.dtype}: {rows[0]['bytes'] / 1e9:.2f} GB, on {os.cpu_count()} cores, by "
+        "`python benchmarks/rehearsal.py`.",
         "",
         "| stage | written, GB | seconds | MB/s | of the copy's MB/s | peak memory, GB | promised, GB |",
         "|---|---|---|---|---|---|---|",
