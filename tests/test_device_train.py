@@ -95,6 +95,10 @@ def test_a_finished_run_whose_last_step_is_damaged_trains_it_again(straight, tra
     assert run("--strict") == 2
     assert "shard_1/3.npz has checksum" in capsys.readouterr().err
     assert run.files() == before
+    shutil.copytree(run.model_dir, tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone" / "step_6")
+    assert run("--dry-run", model_dir=str(tmp_path / "gone")) == 0
+    assert "the run is at its end, but" in capsys.readouterr().err
     assert run() == 0
     said = capsys.readouterr().err
     assert "the run is at its end, but" in said and "step 4 is used instead" in said and "done: 6 of 6 steps" in said
@@ -116,8 +120,8 @@ def test_what_another_trainer_did_before_the_lock_was_taken_counts(
     assert run() == 0
     assert "there is nothing left to train" in capsys.readouterr().err
     assert run.trace == straight.trace and equal(run.tensors(6), straight.tensors(6))
-    shutil.rmtree(run.model_dir / "step_6")
-    assert run(lr=3e-2) == 2, "step 4 was another run's"
+    shutil.rmtree(run.model_dir)
+    assert run(lr=3e-2) == 2, "what began there in the meantime is another run"
     assert "lr was 0.01" in capsys.readouterr().err
 
 

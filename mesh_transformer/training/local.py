@@ -133,6 +133,7 @@ def _is_done(begin: Start, store: CheckpointStore, watchdog: Watchdog, strict: b
     path = store.path(begin.step)
     try:
         with watchdog.phase(f"checking {path}"):
+            inventory.take(path, begin.config.model)
             inspect.verify(path)
     except DamagedError as error:
         if strict:
