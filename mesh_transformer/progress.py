@@ -18,8 +18,8 @@ class Progress:
     """Shows how much of `total` is done. Used in a `with` block; `stream` (default stderr) decides what it looks like.
 
     A terminal gets a tqdm bar, above which the log's lines go. Elsewhere `say` (default: onto the stream) gets a line
-    at the first amount and the last, and between them at most every `line_seconds`. Amounts are counted in units of
-    `scale`: bytes are shown as MB with unit "MB" and scale 1e6.
+    at most every `line_seconds`, and at the last amount. Amounts are counted in units of `scale`: bytes are shown as MB
+    with unit "MB" and scale 1e6.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Progress:
         self.reach(self._done + amount)
 
     def reach(self, done: int, text: str | None = None, line: bool = False) -> None:
-        """The work stands at `done`. `text`: what is shown beside it (default: speed, and time left by the average).
+        """The work stands at `done`. `text`: what is shown beside it, at the first amount already (default: speed, and
+        time left by the average).
 
         line: write a line whatever the time, on a terminal too.
         """
@@ -79,7 +80,8 @@ class Progress:
         now = self._clock()
         every = self._line_seconds if self._bar is None else BAR_SECONDS
         last = self._bar is None and done >= self._total
-        if self._shown is None or now - self._shown >= every or last or line:
+        first = self._shown is None and text is not None  # a speed is not known so soon
+        if first or last or line or now - (self._start if self._shown is None else self._shown) >= every:
             self._show(now, text, line)
 
     def finish(self) -> None:

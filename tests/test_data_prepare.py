@@ -330,7 +330,7 @@ def test_locale_and_missing_packages_do_not_matter(tmp_path):
     assert done.returncode == 0, done.stderr
     written = tokens_of(outputs(tmp_path / "out", "set")["path"]).ravel().tolist()
     assert text.startswith(tokenizer().decode(written).removesuffix(EOT)[:-4]) and len(written) > 100
-    assert "\r" not in done.stderr and "tokenizing 100%" in done.stderr
+    assert "\r" not in done.stderr and "tokenizing 0.0/0.0 MB  100%" in done.stderr
 
 
 def memory_run(tmp_path: Path, megabytes: int, limit_kb: int) -> tuple[dict, int]:

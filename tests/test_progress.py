@@ -28,10 +28,9 @@ def test_lines_where_there_is_no_terminal():
     text = read_all(io.StringIO(), 200_000_000, 40)
     assert "\r" not in text
     assert text.splitlines() == [
-        "reading 5.0/200.0 MB  2%, 5.00 MB/s, 0:00:39 left",
-        "reading 55.0/200.0 MB  28%, 5.00 MB/s, 0:00:29 left",
-        "reading 105.0/200.0 MB  52%, 5.00 MB/s, 0:00:19 left",
-        "reading 155.0/200.0 MB  78%, 5.00 MB/s, 0:00:09 left",
+        "reading 50.0/200.0 MB  25%, 5.00 MB/s, 0:00:30 left",
+        "reading 100.0/200.0 MB  50%, 5.00 MB/s, 0:00:20 left",
+        "reading 150.0/200.0 MB  75%, 5.00 MB/s, 0:00:10 left",
         "reading 200.0/200.0 MB  100%, 5.00 MB/s, 0:00:00 left",
     ]
 
@@ -61,7 +60,7 @@ def test_an_error_shows_no_end():
     with pytest.raises(ZeroDivisionError), Progress("reading", 10, stream=out) as stage:
         stage.advance(1)
         raise ZeroDivisionError
-    assert out.getvalue().count("\n") == 1
+    assert out.getvalue() == ""
 
 
 def test_durations():

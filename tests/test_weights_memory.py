@@ -75,10 +75,9 @@ def check_rehearsal(options, folder):
 
 @LINUX
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_a_small_rehearsal(tmp_path, dtype):
+def test_a_small_rehearsal(tmp_path):
     sizes = ["--layers", "1", "--d-model", "128", "--n-heads", "16", "--n-vocab", "512"]
-    options = rehearsal.parse([*sizes, "--dtype", dtype])
+    options = rehearsal.parse([*sizes, "--dtype", "f32"])
     rows = check_rehearsal(options, tmp_path)
     text = rehearsal.table(options, list(rows.values()))
     assert text.count("\n| ") == 1 + len(rehearsal.STAGES)
