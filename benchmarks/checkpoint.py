@@ -156,7 +156,7 @@ def _made_state(config: Any, mesh: Any) -> Any:
 
         def one(kind: Any) -> Any:
             values = random.standard_normal(kind.shape, np.float32)
-            return jax.block_until_ready(jax.device_put(values, NamedSharding(mesh, kind.spec)))
+            return jax.block_until_ready(jax.device_put(values, NamedSharding(mesh, kind.spec())))
 
         return parameters.tree((kind, one(kind)) for kind in kinds)
 

@@ -9,6 +9,7 @@ out of the program: XLA would keep it, as a copy.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -41,6 +42,52 @@ def copy_to_replicas(tree: Any) -> Any:
     so that the replicas are summed once a step instead of once a layer and microbatch.
     """
     return tree if lax.axis_size(DP) == 1 else jax.tree.map(lambda x: lax.pcast(x, DP, to="varying"), tree)
+
+
+def gather_from_replicas(block: jax.Array, axis: int, dtype: jnp.dtype, probe: jax.Array) -> jax.Array:
+    """Forward: the replicas' blocks joined along `axis`, in `dtype`. Backward: sum over dp, of which each replica keeps
+    its block (a reduce-scatter), in float32.
+
+    `probe` (float32 [], varying) is not read; its gradient is the squared norm of this replica's own gradient, which
+    the reduce-scatter hides.
+    """
+    return _gather(axis, dtype, block, probe) if lax.axis_size(DP) > 1 else block
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(axis: int, dtype: jnp.dtype, block: jax.Array, probe: jax.Array) -> jax.Array:
+    del probe
+    return lax.all_gather(block.astype(dtype), DP, axis=axis, tiled=True)
+
+
+def _gather_forward(axis: int, dtype: jnp.dtype, block: jax.Array, probe: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gather(axis, dtype, block, probe), jnp.zeros((), block.dtype)
+
+
+def _gather_backward(axis: int, dtype: jnp.dtype, like: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    del dtype
+    grad = grad.astype(jnp.float32)
+    block = lax.psum_scatter(grad, DP, scatter_dimension=axis, tiled=True)
+    return block.astype(like.dtype), jnp.sum(jnp.square(grad))
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def scatter_over_replicas(x: jax.Array, axis: int) -> jax.Array:
+    """Forward: sum over dp, of which each replica keeps its block of `axis`. Backward: not used."""
+    return x if lax.axis_size(DP) == 1 else lax.psum_scatter(x, DP, scatter_dimension=axis, tiled=True)
+
+
+def gather_from_shards(x: jax.Array) -> jax.Array:
+    """Forward: the shards' last axes joined, on every shard. Backward: sum over mp, of which each keeps its part."""
+    return x if lax.axis_size(MP) == 1 else lax.all_gather(x, MP, axis=x.ndim - 1, tiled=True)
+
+
+def part_of_shard(x: jax.Array) -> jax.Array:
+    """Forward: this shard's part of the last axis, of which every shard has the whole. Backward: zeros around it."""
+    size = x.shape[-1] // lax.axis_size(MP)
+    return lax.dynamic_slice_in_dim(x, shard_index() * size, size, x.ndim - 1)
 
 
 def sum_over_replicas(tree: Any) -> Any:

@@ -30,16 +30,7 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "run": RunConfig,
 }
-VERSION = Spec(
-    kind="integer",
-    default=1,
-    null=1,
-    low=1,
-    high=2,
-    meaning="network: 1 Megatron-style, 2 ZeRO-style (not available so far)",
-)
 SPECS: dict[str, Spec] = {name: spec for group in GROUPS.values() for name, spec in specs_of(group).items()}
-SPECS["version"] = VERSION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,19 +45,23 @@ class Config:
     optim: OptimConfig
     data: DataConfig
     run: RunConfig
-    version: int = 1
     source: str | None = dataclasses.field(default=None, compare=False)
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)  # keys not defaulted
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON keys and values; `load_config` of it gives an equal config."""
-        flat: dict[str, Any] = {"version": self.version}
+        flat: dict[str, Any] = {}
         for group_name, group in GROUPS.items():
             values = getattr(self, group_name)
             for key, (field, _) in fields_of(group).items():
                 value = values.d_head if key == "d_head" else getattr(values, field)
                 flat[key] = list(value) if isinstance(value, tuple) else value
         return flat
+
+    @property
+    def version(self) -> int:
+        """Which network: 1, the Megatron-style, or 2, the ZeRO-style."""
+        return self.model.version
 
     @property
     def heads_per_shard(self) -> int:
@@ -89,7 +84,6 @@ class Config:
         """
         flat = self.to_dict()
         agreed = {key: flat[key] for key, spec in SPECS.items() if spec.agrees}
-        agreed["version"] = self.version
         if tokenizer is not None:
             agreed["tokenizer_hash"] = tokenizer
         else:
@@ -118,16 +112,18 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Config:
     """Reads and checks a config: a JSON file (a path, or any URL that storage reads) or a dict of its keys.
 
+    `overrides` are keys that count instead of the file's, such as those of a script's flags; None leaves the file's.
     Raises ConfigError with one line per problem, all problems at once. Whether files exist is not checked here.
     """
+    chosen = {key: value for key, value in overrides.items() if value is not None}
     if isinstance(source, Mapping):
-        return _build(dict(source), [], None)
+        return _build({**source, **chosen}, [], None)
     path = os.fspath(source)
     raw, problems = _read(path)
-    return _build(raw, problems, path)
+    return _build({**raw, **chosen}, problems, path)
 
 
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
@@ -181,7 +177,7 @@ def _build(raw: dict[str, Any], problems: list[str], source: str | None) -> Conf
         group_name: group(**{field: values[key] for key, (field, _) in fields_of(group).items()})
         for group_name, group in GROUPS.items()
     }
-    return Config(**groups, version=values["version"], source=source, given=frozenset(raw))
+    return Config(**groups, source=source, given=frozenset(raw))
 
 
 def resolve_epochs(config: Config, n_records: int, dp: int) -> Config:
@@ -224,7 +220,15 @@ def check_mesh(config: Config, n_devices: int) -> tuple[int, int]:
             f"set cores_per_replica to a divisor of {n_devices} (any checkpoint loads at any value), "
             f"or simulate {max(mp, fewer + mp)} devices with --platform cpu --devices {max(mp, fewer + mp)}"
         )
-    return n_devices // mp, mp
+    dp, stage = n_devices // mp, config.mesh.zero_stage
+    cut = {"d_model": config.model.d_model} | ({"seq": config.model.seq} if config.model.pe == "fixed" else {})
+    for key, size in cut.items():
+        if stage and size % dp:
+            raise ConfigError(
+                f"zero_stage {stage} splits {key} ({size}) over the {dp} replicas of {n_devices} devices, which must "
+                f"divide it: use another number of devices, a larger cores_per_replica than {mp}, or zero_stage 0"
+            )
+    return dp, mp
 
 
 def mesh_notice(config: Config, n_devices: int) -> str | None:
@@ -241,8 +245,6 @@ def check_training(config: Config) -> None:
         "per {1}; set it to false, or use compute_dtype bfloat16 for speed"
     )
     problems = []
-    if config.version != 1:
-        problems.append(f"version {config.version} (the ZeRO-style network) cannot be trained yet; leave version out")
     if config.model.early_cast:
         problems.append("early_cast cannot be used in training: " + lost.format("master weights", "parameter"))
     if config.optim.bf16_optimizer:

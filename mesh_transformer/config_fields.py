@@ -46,7 +46,7 @@ class Spec:
     above: float | None = None
     high: float | None = None
     below: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | tuple[int, ...] = ()
     blank: bool = False
     example: str = ""
     agrees: bool = False
@@ -63,7 +63,7 @@ class Spec:
         if self.kind == MAPPING:
             words = "a mapping from name to path"
         if self.choices:
-            words = ("a list of " if self.kind == STRINGS else "one of ") + ", ".join(self.choices)
+            words = ("a list of " if self.kind == STRINGS else "one of ") + ", ".join(map(str, self.choices))
         bounds = ((">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below))
         limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
         if self.low is not None and self.low == self.high:
@@ -148,7 +148,7 @@ def _number(value: Any, kind: str) -> tuple[bool, Any]:
 
 def _within(value: Any, spec: Spec) -> bool:
     if spec.choices:
-        return all(item in spec.choices for item in (value if spec.kind == STRINGS else [value]))
+        return set(value if spec.kind == STRINGS else [value]).issubset(spec.choices)
     if spec.kind not in (INT, FLOAT):
         return True
     return (
@@ -164,7 +164,7 @@ def _wrong(name: str, value: Any, spec: Spec) -> str:
     example = f", e.g. {spec.example}" if spec.example else ""
     line = f"{name} is {shorten(found)}; it must be {spec.rule}{example} ({spec.meaning})"
     if spec.choices and isinstance(value, str) and spec.kind == STRING:
-        line += f"; did you mean {nearest(value, spec.choices)!r}?"
+        line += f"; did you mean {nearest(value, map(str, spec.choices))!r}?"
     if spec.kind in (INT, FLOAT) and isinstance(value, str):
         line += "; write numbers without quotes"
     return line

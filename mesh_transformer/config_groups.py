@@ -35,6 +35,7 @@ def period(meaning: str, default: int | None = 0, **rules: Any) -> Any:
 class ModelConfig:
     """The network. Sizes are of the whole model, never of a shard."""
 
+    version: int = key(INT, 1, "network: 1 Megatron-style (GPT-J), 2 ZeRO-style", low=1, high=2, null=1, agrees=True)
     layers: int = key(INT, REQUIRED, "residual layers", low=1, agrees=True)
     d_model: int = key(INT, REQUIRED, "width of the residual stream", low=1, agrees=True)
     n_heads: int = key(INT, REQUIRED, "attention heads", low=1, agrees=True)
@@ -51,8 +52,12 @@ class ModelConfig:
         low=1,
         agrees=True,
     )
-    norm: str = key(STRING, "layernorm", "kind of normalisation", choices=NORMS, agrees=True)
-    pe: str = key(STRING, "rotary", "kind of position encoding", choices=POSITIONS, agrees=True)
+    norm: str = key(
+        STRING, "layernorm", "kind of normalisation; version 2 has layernorm alone", choices=NORMS, agrees=True
+    )
+    pe: str = key(
+        STRING, "rotary", "kind of position encoding; version 2 has rotary alone", choices=POSITIONS, agrees=True
+    )
     pe_rotary_dims: int = key(
         INT,
         None,
@@ -89,6 +94,7 @@ class ModelConfig:
         INT,
         None,
         "version 2: shards that a reference checkpoint was trained with, to reproduce its merged heads",
+        derived="real heads, n_heads of d_head",
         low=1,
         agrees=True,
     )
@@ -103,6 +109,21 @@ class ModelConfig:
     @property
     def d_head(self) -> int:
         return self.head_size or self.d_model // self.n_heads
+
+    @property
+    def d_attention(self) -> int:
+        """Width of all heads together; another one than d_model only in version 2."""
+        return self.n_heads * self.d_head
+
+    @property
+    def attention_heads(self) -> int:
+        """Heads that attention works with: n_heads, or the merged ones of a reference checkpoint of version 2."""
+        return self.v2_merged_heads or self.n_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Size of one of the `attention_heads`."""
+        return self.d_attention // self.attention_heads
 
     @property
     def d_ff(self) -> int:
@@ -123,7 +144,13 @@ class MeshConfig:
         low=1,
         unit="devices",
     )
-    zero_stage: int = key(INT, 0, "what is sharded over dp too; only 0 is available so far", low=0, high=0)
+    zero_stage: int = key(
+        INT,
+        None,
+        "what is sharded over dp too: 0 nothing, 1 Adam's moments, 3 weights and gradients as well",
+        derived="0; in version 2 3",
+        choices=(0, 1, 3),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +245,9 @@ class RunConfig:
     eval_harness_tasks: tuple[str, ...] = key(
         STRINGS, (), "evaluation harness tasks to run in training; not available so far", null=()
     )
-    eval_only: bool = key(BOOL, False, "version 2: load without optimizer; not available so far")
+    eval_only: bool = key(BOOL, False, "load without optimizer; refused in training")
     early_collect: bool = key(
-        BOOL, True, "version 2: gather weights over dp once a step, not once a layer; not available so far"
+        BOOL, True, "version 2 with zero_stage 3: gather weights over dp once a step, not once a layer"
     )
     sampler: str = key(STRING, "nucleus", "how tokens are drawn", choices=("nucleus",), null="nucleus")
     gen_length: int | None = key(INT, None, "tokens to generate", derived="the script's own", low=1, unit="tokens")

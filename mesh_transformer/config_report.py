@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mesh_transformer.command_line import complain
-from mesh_transformer.config import GROUPS, SPECS, Config, check_mesh, load_config, mesh_notice, resolve_epochs
+from mesh_transformer.config import GROUPS, Config, check_mesh, load_config, mesh_notice, resolve_epochs
 from mesh_transformer.config_fields import Spec, fields_of, specs_of
 from mesh_transformer.config_records import count_records
 from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
@@ -204,7 +204,6 @@ def size(count: int) -> str:
 def markdown() -> str:
     """The tables of docs/config.md: every key with type, default, unit and meaning."""
     tables = {name: specs_of(group) for name, group in GROUPS.items()}
-    tables["run"] |= {"version": SPECS["version"]}
     lines = []
     for name, specs in tables.items():
         lines += [f"## {name}", "", "| key | value | default | unit | meaning |", "|---|---|---|---|---|"]

@@ -23,7 +23,7 @@ def relations(values: Values, good: set[str], raw: Values) -> list[str]:
     def have(*keys: str) -> bool:
         return good.issuperset(keys)
 
-    rules = (_shards, _heads, _rotary, _schedule, _length, _places, _sets)
+    rules = (_shards, _heads, _merged_heads, _rotary, _schedule, _length, _places, _sets)
     return [problem for rule in rules for problem in rule(values, have, raw)]
 
 
@@ -55,6 +55,19 @@ def _heads(values: Values, have: Have, raw: Values) -> Iterator[str]:
         yield (
             f"d_head ({d_head}) must be d_model / n_heads ({d_model / n_heads:g}); "
             'leave d_head out, or set "version": 2, whose heads may have any size'
+        )
+
+
+def _merged_heads(values: Values, have: Have, raw: Values) -> Iterator[str]:
+    if not have("v2_merged_heads", "version", "n_heads") or values["v2_merged_heads"] is None:
+        return
+    merged, n_heads = values["v2_merged_heads"], values["n_heads"]
+    if values["version"] == 1 and "version" in raw:
+        yield f'v2_merged_heads ({merged}) belongs to version 2; leave it out, or set "version": 2'
+    if n_heads % merged:
+        yield (
+            f"n_heads ({n_heads}) must be divisible by v2_merged_heads ({merged}), the cores_per_replica that the "
+            "reference checkpoint was trained with"
         )
 
 
@@ -132,6 +145,12 @@ def derive(values: Values, raw: Values, source: str | None) -> dict[str, Any]:
     """
     found = dict(values)
     found["val_set"] = dict(found["val_set"])
+    if found["v2_merged_heads"] is not None:
+        found["version"] = 2
+    if found["version"] == 2:  # as in the reference, whose configs were those of version 1
+        found["norm"], found["pe"] = "layernorm", "rotary"
+    if found["zero_stage"] is None:
+        found["zero_stage"] = 3 if found["version"] == 2 else 0
     if found["d_head"] is not None and found["d_head"] * found["n_heads"] == found["d_model"]:
         found["d_head"] = None  # it says nothing that d_model / n_heads does not
     if found["end_lr"] is None:

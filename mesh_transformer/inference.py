@@ -37,8 +37,6 @@ def choose_steps(config: Config, ckpt: str | None, which: Which, random_init: bo
     refused. Needs no device. Raises CheckpointError where there is none, all are damaged or it is of another model,
     ConfigError for what contradicts.
     """
-    if config.version != 1:
-        raise ConfigError(f"version {config.version} (the ZeRO-style network) cannot generate yet; leave version out")
     if random_init:
         if ckpt is not None or which != "latest":
             raise ConfigError("--random-init draws new weights, so a checkpoint cannot be named: leave one of them out")

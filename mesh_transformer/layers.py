@@ -1,4 +1,4 @@
-"""Per-shard Haiku modules of version 1; everything here runs inside `shard_map`, so every size is local.
+"""Per-shard Haiku modules of both versions; everything here runs inside `shard_map`, so every size is local.
 
 Letters (field of ModelConfig): B sequences of this replica, S `seq` positions, T = B*S tokens, D `d_model`,
 h heads per shard (`n_heads` / M), K `d_head`, f feed-forward columns per shard (`d_ff` / M), v vocabulary rows per
@@ -7,10 +7,14 @@ matrix product is up to twice as fast as a batched one on CPU and no slower else
 
 A module declares its parameters from the table (`parameters.kinds`), in float32 unless the state is narrower, and
 computes in the dtype of its input. `x` is the residual stream, equal on all shards.
+
+A layer of version 2 differs by what the table gives it: biases for queries, keys and values, and a gate in its
+feed-forward part. With ZeRO (stage 3) a module's matrices are cut over the replicas too, and gathered for use.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import haiku as hk
@@ -21,13 +25,22 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import attention, parameters
-from mesh_transformer.collectives import copy_to_shards, shard_index, sum_over_shards
+from mesh_transformer.collectives import (
+    copy_to_shards,
+    gather_from_replicas,
+    gather_from_shards,
+    part_of_shard,
+    shard_index,
+    sum_over_shards,
+    varying,
+)
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.parameters import Kind
 
 NORM_EPSILON = 1e-5
 # What the `dots` rematerialisation keeps of a layer: the matrix products' outputs and the attended values.
-SAVED_NAMES = ("queries", "keys", "values", "hidden", "attended", "log_sums")
+SAVED_NAMES = ("queries", "keys", "values", "hidden", "gate", "attended", "log_sums")
+GATHERED = "gathered"  # weights that ZeRO gathered, which no rematerialisation keeps
 
 LayerParams = Mapping[str, jax.Array]
 RotaryTables = tuple[jax.Array, jax.Array]  # sin and cos, see attention.rotary_table
@@ -84,17 +97,33 @@ def rotary_tables(model: ModelConfig, positions: int) -> RotaryTables | None:
 def qkv(
     h_TD: jax.Array, params: LayerParams, model: ModelConfig, batch: int, tables: RotaryTables | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys (rotated where the model is rotary) and values, each [B, h, S, K]."""
-    q, k, v = (heads_of(project(h_TD, params[name]), batch, model.d_head) for name in ("q", "k", "v"))
+    """Queries, keys (rotated where the model is rotary) and values, each [B, h, S, K].
+
+    QUIRK v2-merged-heads: in a reference checkpoint of version 2 the heads of each of its M shards are one wide head,
+    whose scale is still that of a head of `d_head`. Where M is not divisible by the mesh's shards, each of them
+    attends with all heads, and `join` takes its part.
+    """
+    q, k, v = (project(h_TD, params[name], params.get(f"b_{name}")) for name in ("q", "k", "v"))
+    if model.v2_merged_heads is not None:
+        q = q * jnp.asarray(math.sqrt(model.attention_width / model.d_head), q.dtype)
+    if q.shape[1] % model.attention_width:
+        q, k, v = (gather_from_shards(x) for x in (q, k, v))
+    q, k, v = (heads_of(x, batch, model.attention_width) for x in (q, k, v))
     if tables is not None:
         q, k = attention.rotate(q, *tables), attention.rotate(k, *tables)
     return checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
 
 
 def feed_forward(h_TD: jax.Array, params: LayerParams) -> jax.Array:
-    """This shard's part of W2 gelu(W1 h + b1), [T, D]; gelu is the tanh approximation."""
+    """This shard's part of W2 gelu(W1 h + b1), [T, D]; gelu is the tanh approximation.
+
+    With a gate (version 2) of W2 ((W1 h + b1) * gelu(Wg h + bg)).
+    """
     hidden = checkpoint_name(project(h_TD, params["w1"], params["b1"]), "hidden")
-    return project(jax.nn.gelu(hidden, approximate=True), params["w2"])
+    if "w_gate" not in params:
+        return project(jax.nn.gelu(hidden, approximate=True), params["w2"])
+    gate = checkpoint_name(project(h_TD, params["w_gate"], params["b_gate"]), "gate")
+    return project(hidden * jax.nn.gelu(gate, approximate=True), params["w2"])
 
 
 def join(x_TD: jax.Array, attended_BhSK: jax.Array, h_TD: jax.Array, params: LayerParams) -> jax.Array:
@@ -103,6 +132,8 @@ def join(x_TD: jax.Array, attended_BhSK: jax.Array, h_TD: jax.Array, params: Lay
     The bias is whole on every shard, so it is added behind the sum, once.
     """
     flat = attended_BhSK.transpose(0, 2, 1, 3).reshape(h_TD.shape[0], -1)
+    if flat.shape[1] != params["o"].shape[0]:  # all heads on every shard, see `qkv`
+        flat = part_of_shard(flat)
     part = project(flat, params["o"]) + feed_forward(h_TD, params)
     return x_TD + sum_over_shards(part) + params["b2"].astype(x_TD.dtype)[None, :]
 
@@ -124,11 +155,14 @@ def layer(
 
 
 class ShardModule(hk.Module):
-    """A Haiku module whose parameters are those that the table lists under `table`, cut for `mp` shards."""
+    """A Haiku module whose parameters are those that the table lists under `table`, cut for `mp` shards.
 
-    def __init__(self, model: ModelConfig, mp: int, table: str):
+    `zero`: the replicas over which ZeRO cuts matrices too; 1 where it does not.
+    """
+
+    def __init__(self, model: ModelConfig, mp: int, table: str, zero: int = 1):
         super().__init__(name=table.rsplit("/", 1)[1])
-        self.model, self.mp, self.table = model, mp, table
+        self.model, self.mp, self.table, self.zero = model, mp, table, zero
 
     def kinds(self) -> list[Kind]:
         return [kind for kind in parameters.kinds(self.model, self.mp) if kind.module == self.table]
@@ -139,17 +173,31 @@ class ShardModule(hk.Module):
         Values are drawn for whole tensors (`transformer_shard.init_params`), so the initialisers here give shapes only.
         """
         return {
-            kind.name: hk.get_parameter(kind.name, kind.local_shape(self.mp), jnp.float32, jnp.zeros)
+            kind.name: hk.get_parameter(kind.name, kind.local_shape(self.mp, self.zero), jnp.float32, jnp.zeros)
             for kind in self.kinds()
         }
+
+    def gather(self, params: LayerParams, probe: jax.Array | None, dtype: jnp.dtype) -> LayerParams:
+        """`params`, of one layer where they are stacked, with its matrices whole over the replicas, in `dtype`.
+
+        Named, so that rematerialisation drops them after use and gathers them again in the backward pass.
+        """
+        if self.zero == 1:
+            return params
+        axes = {kind.name: kind.zero_axis for kind in self.kinds() if kind.zero_axis is not None}
+        probe = varying(jnp.float32(0)) if probe is None else probe
+        whole = {name: gather_from_replicas(params[name], axis, dtype, probe) for name, axis in axes.items()}
+        return {**params, **{name: checkpoint_name(x, GATHERED) for name, x in whole.items()}}
 
 
 class EmbeddingShard(ShardModule):
     """Vocabulary rows split over shards; `fixed` positions split over the model dim."""
 
-    def __call__(self, tokens_T: jax.Array, position_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def __call__(
+        self, tokens_T: jax.Array, position_T: jax.Array, dtype: jnp.dtype, probe: jax.Array | None = None
+    ) -> jax.Array:
         """ids [T] and their positions [T] (int32) -> [T, D], equal on all shards."""
-        params = self.params()
+        params = self.gather(self.params(), probe, jnp.float32)  # which the rows are summed in
         rows = params["w"].shape[0]
         local = tokens_T - shard_index() * rows
         mine = (local >= 0) & (local < rows)
@@ -182,7 +230,7 @@ class TransformerLayerShard(ShardModule):
 class ProjectionShard(ShardModule):
     """The last norm, and the matrix and bias of this shard's part of the vocabulary."""
 
-    def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x_TD: jax.Array, probe: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The normalised stream [T, D] as this shard reads it, w [D, v], b [v]."""
-        params = self.params()
+        params = self.gather(self.params(), probe, x_TD.dtype)
         return normalise(x_TD, params, self.model.norm), params["w"], params["b"]

@@ -1,11 +1,14 @@
-"""THE table of parameters of version 1: one record per kind, from which everything else is derived.
+"""THE table of parameters of both versions: one record per kind, from which everything else is derived.
 
 Initialisation, placement on the mesh, weight decay, checkpoint reading and writing, re-sharding, Hugging Face names
 and parameter counts all read `kinds()`. In memory a parameter is whole (its shape does not depend on the mesh), and
 the L layers are stacked on a leading axis. In the published layout (2021) it is cut into M parts, one per
 model-parallel shard, and each layer stands alone; `published_leaves()` lists those in their order on disk.
 
-Logical axes: layers L, vocab V, model D, heads H*K (= D), ff 4D, seq S, head H, buckets (of t5), shards M.
+Where a parameter lives and where it computes are two placements. `specs`: its `split` axis over `mp`.
+`storage_specs`: with ZeRO its `zero` axis over `dp` as well; gathering over `dp` is the step between the two.
+
+Logical axes: layers L, vocab V, model D, heads H*K (D in version 1), ff 4D, seq S, head H, buckets (of t5), shards M.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Kind:
     """One kind of parameter.
 
     `axes` are the logical axes of one layer's whole tensor; `stacked` kinds have a leading `layers` axis in memory.
-    `split` is the logical axis cut over `mp` (None: every shard holds the whole). `init` is a constant, or the
+    `split` is the logical axis cut over `mp` (None: every shard holds the whole), `zero` the one that ZeRO cuts over
+    `dp` (None for vectors, which are not worth a collective). `init` is a constant, or the
     standard deviation of a normal truncated at two deviations when `random`. `hf_name` is the name in Hugging Face's
     GPTJ, `hf_transposed` whether its matrix is stored [out, in]; kinds without one have no place there.
     """
@@ -58,6 +62,7 @@ class Kind:
     name: str
     axes: tuple[str, ...]
     split: str | None
+    zero: str | None
     combine: Combine
     init: float
     random: bool
@@ -89,18 +94,25 @@ class Kind:
         return None if self.split is None else self.axes.index(self.split)
 
     @property
-    def spec(self) -> PartitionSpec:
-        """Placement in memory: the split axis over `mp`, everything else replicated."""
+    def zero_axis(self) -> int | None:
+        """Index of the axis that ZeRO cuts over dp, in one layer's tensor."""
+        return None if self.zero is None else self.axes.index(self.zero)
+
+    def spec(self, over_replicas: bool = False) -> PartitionSpec:
+        """Placement in memory: the split axis over `mp`, and `over_replicas` the zero axis over `dp`."""
         from jax.sharding import PartitionSpec
 
-        from mesh_transformer.mesh import MP
+        from mesh_transformer.mesh import DP, MP
 
-        names = [MP if a == self.split else None for a in self.axes]
+        names = [MP if a == self.split else DP if over_replicas and a == self.zero else None for a in self.axes]
         return PartitionSpec(*([None] if self.stacked else []), *names)
 
-    def local_shape(self, mp: int) -> tuple[int, ...]:
-        """Shape in memory of one shard's block, [L, ...] for layers."""
-        return ((self.sizes["layers"],) if self.stacked else ()) + self._cut(mp, self.layer_shape)
+    def local_shape(self, mp: int, dp: int = 1) -> tuple[int, ...]:
+        """Shape in memory of one device's block, [L, ...] for layers; `dp` above 1 where ZeRO cuts over replicas."""
+        shape = list(self._cut(mp, self.layer_shape))
+        if self.zero_axis is not None:
+            shape[self.zero_axis] //= dp
+        return ((self.sizes["layers"],) if self.stacked else ()) + tuple(shape)
 
     def shard_shape(self, shards: int) -> tuple[int, ...]:
         """Shape of one layer's part on one of `shards` shards in the published layout."""
@@ -160,14 +172,14 @@ class Leaf:
 
 
 def kinds(model: ModelConfig, shards: int) -> tuple[Kind, ...]:
-    """The parameters of a version-1 model.
+    """The parameters of a model.
 
     `shards` (M, model-parallel size) matters only to `layernorm-desync`, whose norms belong to their shard.
     """
     d = model.d_model
     sizes = {
-        "layers": model.layers, "vocab": model.n_vocab, "model": d, "heads": d, "ff": model.d_ff, "seq": model.seq,
-        "head": model.n_heads, "buckets": T5_BUCKETS, "shards": shards,
+        "layers": model.layers, "vocab": model.n_vocab, "model": d, "heads": model.d_attention, "ff": model.d_ff,
+        "seq": model.seq, "head": model.n_heads, "buckets": T5_BUCKETS, "shards": shards,
     }  # fmt: skip
     fan_in, residual = 1 / math.sqrt(d), (2 / model.layers) / math.sqrt(d)
     found: list[Kind] = []
@@ -179,8 +191,10 @@ def kinds(model: ModelConfig, shards: int) -> tuple[Kind, ...]:
         combine = combine or (Combine.CONCAT if split else Combine.FIRST)
         # Decay follows the role, a matrix on its shard, since ranks change when layers or shards are stacked (T12).
         decay = random if decay is None else decay
+        hf = hf if model.version == 1 else None  # no layer of Hugging Face's computes what version 2's do
         transposed = bool(hf and decay and module != EMBEDDING)
-        found.append(Kind(module, name, names, split, combine, init, random, decay, PREFIX + published_module,
+        zero = next((a for a in names if a in ("model", "seq") and a != split), None) if random else None
+        found.append(Kind(module, name, names, split, zero, combine, init, random, decay, PREFIX + published_module,
                           published_name, module == LAYERS, hf, transposed, sizes))  # fmt: skip
 
     def add_norm(module: str, published: str, hf: str) -> None:
@@ -217,6 +231,11 @@ def kinds(model: ModelConfig, shards: int) -> tuple[Kind, ...]:
     add(LAYERS, "b1", "ff", "ff", 0, False, f"{layer}/linear_4/b", hf + "mlp.fc_in.bias")
     add(LAYERS, "w2", "ff model", "ff", residual, True, f"{layer}/linear_5/w", hf + "mlp.fc_out.weight")
     add(LAYERS, "b2", "model", None, 0, False, f"{layer}/linear_5/b", hf + "mlp.fc_out.bias", Combine.SUM)
+    if model.version == 2:
+        add(LAYERS, "w_gate", "model ff", "ff", fan_in, True, f"{layer}/linear_6/w")
+        add(LAYERS, "b_gate", "ff", "ff", 0, False, f"{layer}/linear_6/b")
+        for name, linear in (("b_q", "linear"), ("b_v", "linear_1"), ("b_k", "linear_2")):
+            add(LAYERS, name, "heads", "heads", 0, False, f"{layer}/{linear}/b")
     add_norm(LAYERS, layer, hf + "ln_1")
     add(PROJECTION, "w", "model vocab", "vocab", fan_in, True, "projection_shard/~/linear/w", "lm_head.weight")
     add(PROJECTION, "b", "vocab", "vocab", 0, False, "projection_shard/~/linear/b", "lm_head.bias")
@@ -269,13 +288,26 @@ def tree(values: Iterable[tuple[Kind, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def specs(model: ModelConfig, shards: int) -> dict[str, dict[str, PartitionSpec]]:
-    """Placement of every parameter, in the tree of the parameters."""
-    return tree((kind, kind.spec) for kind in kinds(model, shards))
+    """Where every parameter computes, in the tree of the parameters: split over mp, whole on every replica."""
+    return tree((kind, kind.spec()) for kind in kinds(model, shards))
 
 
-def decay_mask(model: ModelConfig, shards: int) -> dict[str, dict[str, bool]]:
-    """Which parameters weight decay applies to, in the tree of the parameters."""
-    return tree((kind, kind.decay) for kind in kinds(model, shards))
+def storage_specs(model: ModelConfig, shards: int, zero_stage: int, moments: bool = False) -> Any:
+    """Where every parameter lives between steps, or its Adam `moments`, in the tree of the parameters.
+
+    Stage 0: as it computes. Stage 1: moments are cut over dp too. Stage 3: parameters and gradients as well.
+    """
+    over_replicas = zero_stage == 3 or (zero_stage == 1 and moments)
+    return tree((kind, kind.spec(over_replicas)) for kind in kinds(model, shards))
+
+
+def decay_mask(model: ModelConfig, shards: int, vectors: bool = False) -> dict[str, dict[str, bool]]:
+    """Which parameters weight decay applies to, in the tree of the parameters.
+
+    QUIRK `vectors`: the layers' norms and biases too, which the 2021 library's version 2 took for matrices since they
+    are stacked.
+    """
+    return tree((kind, kind.decay or (vectors and kind.stacked)) for kind in kinds(model, shards))
 
 
 def count(model: ModelConfig, shards: int = 1) -> int:

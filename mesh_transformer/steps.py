@@ -4,6 +4,10 @@ A network hands in functions of one shard; here they are accumulated over microb
 with `shard_map` and compiled. Replication checking is on in every `shard_map` (`check_vma=True`, the default): it is
 what makes the collectives' backward passes right by type.
 
+ZeRO (`Placement`): what is cut over dp is declared by specs alone. In stage 1 the summed gradient is scattered over
+replicas, each updates its part, and the new parameters are gathered, once a step. In stage 3 parameters stay cut; the
+network gathers a layer's when it needs them (`layers.ShardModule.gather`), whose backward pass scatters the gradient.
+
 Letters: A microbatches, B sequences of all replicas, b sequences of this replica, S positions.
 """
 
@@ -19,7 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import optimizer
-from mesh_transformer.collectives import copy_to_replicas, sum_over_replicas, sum_over_shards
+from mesh_transformer.collectives import (
+    copy_to_replicas,
+    scatter_over_replicas,
+    sum_over_replicas,
+    sum_over_shards,
+    varying,
+)
 from mesh_transformer.config import OptimConfig
 from mesh_transformer.cross_entropy import PositionLosses
 from mesh_transformer.mesh import DP, MP
@@ -27,8 +37,9 @@ from mesh_transformer.state import OptimizerState, Params, TrainState
 
 Metrics = dict[str, jax.Array]
 
-# (params, obs [b, S], target [b, S], weight [b, S]) -> (sum of weight * loss, losses of every position [b, S])
-TrainLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PositionLosses]]
+# (params, probe [], obs [b, S], target [b, S], weight [b, S]) -> (sum of weight * loss, losses of every position
+# [b, S]); `probe` is what `collectives.gather_from_replicas` takes.
+TrainLoss = Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PositionLosses]]
 # (params, obs [b, S], target [b, S], ctx_length [b]) -> losses of every position [b, S]
 EvalLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], PositionLosses]
 
@@ -44,6 +55,19 @@ class Batch(NamedTuple, Generic[T]):
     mask: T
 
 
+class Placement(NamedTuple):
+    """Trees of PartitionSpecs: where parameters live between steps, and Adam's moments."""
+
+    params: Any
+    moments: Any
+
+    @property
+    def state(self) -> Any:
+        """Placement of a training state; counts are on every device."""
+        count: Any = P()
+        return TrainState(self.params, OptimizerState(count, self.moments, self.moments, count), count)
+
+
 class _Sums(NamedTuple):
     """Sums over this replica's microbatches, float32 []."""
 
@@ -55,13 +79,9 @@ class _Sums(NamedTuple):
     micro_norm_squared: jax.Array
 
 
+FILLER = -1  # `ctx_length` of a row that is there to fill a batch
+
 BATCH_SPEC = Batch(P(None, DP), P(None, DP), P(None, DP))
-
-
-def state_specs(param_specs: Any) -> Any:
-    """Placement of a training state, moments like their parameters, counts on every device."""
-    count: Any = P()
-    return TrainState(param_specs, OptimizerState(count, param_specs, param_specs, count), count)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
@@ -78,10 +98,24 @@ def live(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(strip, specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def squared_norm(gradient: Params, param_specs: Any) -> jax.Array:
-    """Squared norm [] of a whole gradient from one shard's blocks, each entry counted once."""
-    split, whole = jnp.float32(0), jnp.float32(0)
-    for leaf, spec in zip(jax.tree.leaves(gradient), _leaves(param_specs), strict=True):
+def squared_norm(gradient: Params, specs: Any) -> jax.Array:
+    """Squared norm [] of a whole gradient from one device's blocks, placed by `specs`, each entry counted once."""
+    sums = {(dp, mp): jnp.float32(0) for dp in (False, True) for mp in (False, True)}
+    for leaf, spec in zip(jax.tree.leaves(gradient), _leaves(specs), strict=True):
+        cut = (DP in spec, MP in spec)
+        sums[cut] = sums[cut] + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+    if any(DP in spec for spec in _leaves(specs)):
+        sums[False, True] = sums[False, True] + sum_over_replicas(sums[True, True])
+        sums[False, False] = sums[False, False] + sum_over_replicas(sums[True, False])
+    return sum_over_shards(sums[False, True]) + sums[False, False]
+
+
+def _own_squared_norm(gradient: Params, specs: Any, gathered: jax.Array) -> jax.Array:
+    """Squared norm [] of one replica's own gradient: `gathered` is that of the leaves which are scattered already."""
+    split, whole = gathered, jnp.float32(0)
+    for leaf, spec in zip(jax.tree.leaves(gradient), _leaves(specs), strict=True):
+        if DP in spec:
+            continue
         square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
         if MP in spec:
             split = split + square
@@ -94,23 +128,29 @@ def _leaves(specs: Any) -> list[P]:
     return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, batch: Batch[jax.Array]) -> Any:
-    """One shard: the gradient summed over microbatches and replicas, and the step's metrics.
+def use_on_replicas(params: Params, specs: Any) -> Params:
+    """Parameters as a replica computes with them; those that are cut over dp vary over it already."""
+    return jax.tree.map(lambda x, spec: x if DP in spec else copy_to_replicas(x), params, specs)
+
+
+def _gradient(loss: TrainLoss, placement: Placement, replicas: int, params: Params, batch: Batch[jax.Array]) -> Any:
+    """One shard: the gradient summed over microbatches and replicas, placed like the moments, and the step's metrics.
 
     Each position's weight is mask * A / (unmasked positions of the whole step), so that the optimizer's division by
     A leaves the mean over all unmasked positions, however they are spread over microbatches and replicas.
     """
     microbatches = batch.obs.shape[0]
-    params = copy_to_replicas(params)
+    params = use_on_replicas(params, placement.params)
     count = sum_over_replicas(jnp.sum(batch.mask))
     # A step without a single unmasked position has a zero gradient, not 0/0.
     share = microbatches / jnp.maximum(count, 1.0)
+    probe = varying(jnp.float32(0))
 
     def microbatch(micro: Batch[jax.Array]) -> tuple[Params, _Sums]:
-        objective = lambda p: loss(p, micro.obs, micro.target, micro.mask * share)  # noqa: E731
-        (_, losses), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+        objective = lambda p, probe: loss(p, probe, micro.obs, micro.target, micro.mask * share)  # noqa: E731
+        (_, losses), (gradient, gathered) = jax.value_and_grad(objective, (0, 1), has_aux=True)(params, probe)
         # One replica's gradient of its own mean loss: its share of the positions is 1/dp of the microbatch.
-        norm_squared = squared_norm(gradient, param_specs) * replicas**2
+        norm_squared = _own_squared_norm(gradient, placement.params, gathered) * replicas**2
         mask = micro.mask
         sums = _Sums(
             jnp.sum(losses.cross_entropy * mask), jnp.sum(losses.z_loss * mask),
@@ -119,15 +159,21 @@ def _gradient(loss: TrainLoss, param_specs: Any, replicas: int, params: Params, 
         )  # fmt: skip
         return gradient, sums
 
-    if microbatches == 1:
-        gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
-    else:
-        # Accumulators are float32 like the masters: in bfloat16 small contributions would be lost as A grows.
-        gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
+    # Accumulators are float32 like the masters: in bfloat16 small contributions would be lost as A grows.
+    gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
+    if microbatches > 1:
         add = lambda total, x: (jax.tree.map(jnp.add, total, microbatch(x)), None)  # noqa: E731
         (gradient, sums), _ = lax.scan(add, (gradient, sums), jax.tree.map(lambda x: x[1:], batch))
-    gradient, sums = sum_over_replicas((gradient, sums))
-    return gradient, jnp.sqrt(squared_norm(gradient, param_specs)), _metrics(sums, count, microbatches * replicas)
+    gradient = jax.tree.map(_reduce, gradient, placement.params, placement.moments)
+    norm = jnp.sqrt(squared_norm(gradient, placement.moments))
+    return gradient, norm, _metrics(sum_over_replicas(sums), count, microbatches * replicas)
+
+
+def _reduce(gradient: jax.Array, param: P, moment: P) -> jax.Array:
+    """One leaf's sum over replicas, as its moments are placed; where its parameter is cut, that has been done."""
+    if DP in param:
+        return gradient
+    return scatter_over_replicas(gradient, moment.index(DP)) if DP in moment else sum_over_replicas(gradient)
 
 
 def _metrics(sums: _Sums, count: jax.Array, micros: int) -> Metrics:
@@ -144,24 +190,30 @@ def _metrics(sums: _Sums, count: jax.Array, micros: int) -> Metrics:
 
 
 def compile_train_step(
-    loss: TrainLoss, mesh: Mesh, param_specs: Any, optim: OptimConfig, decay: Any
+    loss: TrainLoss, mesh: Mesh, placement: Placement, optim: OptimConfig, decay: Any
 ) -> Callable[[TrainState, Batch[jax.Array]], tuple[TrainState, Metrics]]:
     """The compiled update: (state, batch) -> (state, metrics), all global arrays; the state passed in is donated."""
 
-    blocks = live(mesh, param_specs)
+    blocks = Placement(*live(mesh, tuple(placement)))
 
     def gradient(params: Params, batch: Batch[jax.Array]) -> Any:
         return _gradient(loss, blocks, mesh.shape[DP], params, batch)
 
-    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=(blocks, live(mesh, BATCH_SPEC)), out_specs=(blocks, P(), P()))
+    mapped = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(blocks.params, live(mesh, BATCH_SPEC)), out_specs=(blocks.moments, P(), P())
+    )
 
     def step(state: TrainState, batch: Batch[jax.Array]) -> tuple[TrainState, Metrics]:
         grads, norm, metrics = mapped(state.params, batch)
-        update = optimizer.apply(state, grads, norm, batch.obs.shape[0], optim, decay)
+        # Each device updates what it has moments of; in stage 1 the new parameters are then gathered, by the output's
+        # placement.
+        own = jax.lax.with_sharding_constraint(state.params, shardings(mesh, placement.moments))
+        update = optimizer.apply(state._replace(params=own), grads, norm, batch.obs.shape[0], optim, decay)
+        params = jax.lax.with_sharding_constraint(update.state.params, shardings(mesh, placement.moments))
         extra = {"grad_norm": norm, "learning_rate": update.learning_rate, "skipped": update.skipped}
-        return update.state, metrics | extra
+        return update.state._replace(params=params), metrics | extra
 
-    placed = shardings(mesh, state_specs(param_specs))
+    placed = shardings(mesh, placement.state)
     return jax.jit(
         step,
         in_shardings=(placed, shardings(mesh, BATCH_SPEC)),
@@ -171,18 +223,26 @@ def compile_train_step(
 
 
 def compile_eval_step(
-    loss: EvalLoss, mesh: Mesh, param_specs: Any
+    loss: EvalLoss, mesh: Mesh, param_specs: Any, with_z_loss: bool = False
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], Metrics]:
     """The compiled evaluation: (params, obs [B, S], target [B, S], ctx_length [B]) -> loss, last_loss [B];
-    all_loss, correct [B, S]; float32, cross-entropy alone."""
+    all_loss, correct [B, S]; float32, cross-entropy alone, or `with_z_loss` its mean over all rows in every position.
+
+    Rows whose ctx_length is FILLER do not count in that mean."""
+
+    blocks = live(mesh, param_specs)
 
     def evaluate(params: Params, obs: jax.Array, target: jax.Array, ctx_length: jax.Array) -> Metrics:
-        losses = loss(copy_to_replicas(params), obs, target, ctx_length)
+        losses = loss(use_on_replicas(params, blocks), obs, target, ctx_length)
         ce = losses.cross_entropy
+        if with_z_loss:
+            real = jnp.broadcast_to(ctx_length[:, None] != FILLER, ce.shape).astype(jnp.float32)
+            total, count = sum_over_replicas((jnp.sum(losses.z_loss * real), jnp.sum(real)))
+            ce = ce + total / count
         return {"loss": ce.mean(-1), "last_loss": ce[:, -1], "all_loss": ce, "correct": losses.correct}
 
     rows = live(mesh, P(DP))
-    mapped = jax.shard_map(evaluate, mesh=mesh, in_specs=(live(mesh, param_specs), rows, rows, rows), out_specs=rows)
+    mapped = jax.shard_map(evaluate, mesh=mesh, in_specs=(blocks, rows, rows, rows), out_specs=rows)
     placed = NamedSharding(mesh, P(DP))
     return jax.jit(
         mapped,

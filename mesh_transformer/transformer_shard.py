@@ -1,4 +1,4 @@
-"""Version 1: `CausalTransformerShard`, what one shard computes, and `CausalTransformer`, the network on a mesh."""
+"""`CausalTransformerShard`, what one shard computes, and `CausalTransformer`, the network of version 1 on a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -21,6 +21,7 @@ from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_inte
 from mesh_transformer.cross_entropy import PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
 from mesh_transformer.layers import (
+    GATHERED,
     SAVED_NAMES,
     EmbeddingShard,
     ProjectionShard,
@@ -33,33 +34,66 @@ from mesh_transformer.mesh import DP, MP
 from mesh_transformer.state import Params, TrainState
 
 
-class CausalTransformerShard(hk.Module):
-    """One shard of the network; call it inside `shard_map` over (dp, mp). Sizes as in `layers`."""
+class Zero(NamedTuple):
+    """How the state is cut over replicas: `stage` 0, 1 or 3; `early_collect`: stage 3 gathers all layers at once."""
 
-    def __init__(self, model: ModelConfig, mp: int):
+    stage: int = 0
+    early_collect: bool = False
+
+    def replicas(self, mesh: Mesh) -> int:
+        """Over how many replicas parameters are cut."""
+        return int(mesh.shape[DP]) if self.stage == 3 else 1
+
+    def placement(self, model: ModelConfig, mesh: Mesh) -> steps.Placement:
+        """Where parameters and moments live between steps."""
+        mp = int(mesh.shape[MP])
+        return steps.Placement(*(parameters.storage_specs(model, mp, self.stage, moments) for moments in (False, True)))
+
+
+REPLICATED = Zero()
+
+
+class CausalTransformerShard(hk.Module):
+    """One shard of the network, of either version; call it inside `shard_map` over (dp, mp). Sizes as in `layers`.
+
+    `zero`: the replicas over which ZeRO (stage 3) cuts matrices too; `early_collect`: gather those of all layers at
+    once. `probe` of the methods: see `collectives.gather_from_replicas`.
+    """
+
+    def __init__(self, model: ModelConfig, mp: int, zero: int = 1, early_collect: bool = False):
         super().__init__(name="causal_transformer_shard")
-        self.model = model
-        self.embed = EmbeddingShard(model, mp, parameters.EMBEDDING)
-        self.layers = TransformerLayerShard(model, mp, parameters.LAYERS)
-        self.projection = ProjectionShard(model, mp, parameters.PROJECTION)
+        self.model, self.early_collect = model, early_collect
+        self.embed = EmbeddingShard(model, mp, parameters.EMBEDDING, zero)
+        self.layers = TransformerLayerShard(model, mp, parameters.LAYERS, zero)
+        self.projection = ProjectionShard(model, mp, parameters.PROJECTION, zero)
         self.relative = RelativePositionEmbs(model, mp, parameters.RELATIVE) if model.pe == "t5" else None
 
-    def hidden(self, obs_BS: jax.Array, key_visible_BS: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self, obs_BS: jax.Array, key_visible_BS: jax.Array | None = None, probe: jax.Array | None = None
+    ) -> jax.Array:
         """The residual stream behind the last layer, [T, D]."""
-        model, (batch, S) = self.model, obs_BS.shape
+        model, (batch, S), dtype = self.model, obs_BS.shape, jnp.dtype(self.model.compute_dtype)
         positions = jnp.tile(jnp.arange(S, dtype=jnp.int32), batch)
-        x_TD = self.embed(obs_BS.reshape(-1), positions, jnp.dtype(model.compute_dtype))
+        x_TD = self.embed(obs_BS.reshape(-1), positions, dtype, probe)
         tables = rotary_tables(model, S)
         bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
 
         def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+            if not self.early_collect:
+                params = self.layers.gather(params, probe, dtype)
             return layer(x, params, model, batch, tables, bias, key_visible_BS), None
 
-        return lax.scan(rematerialised(body, model.remat), x_TD, self.layers())[0]
+        stacked = self.layers()
+        if self.early_collect:
+            stacked = jax.vmap(lambda params: self.layers.gather(params, probe, dtype))(stacked)
+        regather = self.layers.zero > 1 and not self.early_collect
+        return lax.scan(rematerialised(body, model.remat, regather), x_TD, stacked)[0]
 
-    def loss(self, obs_BS: jax.Array, target_BS: jax.Array, weight_BS: jax.Array) -> tuple[jax.Array, PositionLosses]:
+    def loss(
+        self, probe: jax.Array, obs_BS: jax.Array, target_BS: jax.Array, weight_BS: jax.Array
+    ) -> tuple[jax.Array, PositionLosses]:
         """Weighted sum of the losses, float32 [], and each position's, [B, S]."""
-        h_TD, w, b = self.projection(self.hidden(obs_BS))
+        h_TD, w, b = self.projection(self.hidden(obs_BS, probe=probe), probe)
         total, losses = weighted_loss(
             h_TD, w, b, target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk, self.model.z_loss
         )
@@ -84,29 +118,40 @@ def _by_sequence(losses: PositionLosses, shape: tuple[int, ...]) -> PositionLoss
     return PositionLosses(*(x.reshape(shape) for x in losses))
 
 
-def rematerialised(body: Any, remat: str) -> Any:
+def rematerialised(body: Any, remat: str, regather: bool) -> Any:
     """The scanned layer, recomputing in the backward pass all (`full`), what is not a matmul (`dots`), or nothing.
+
+    `regather`: weights that the layer gathers over replicas are never kept, only gathered again.
 
     The layer's sum over shards feeds only its own output, whose value no gradient needs, so that recomputing a layer
     never repeats a collective. `prevent_cse` is off since inside a scan there is nothing to merge with.
     """
-    if remat == "none":
+    if remat == "none" and not regather:
         return body
-    policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES) if remat == "dots" else None
+    policies = jax.checkpoint_policies
+    policy = {
+        "none": policies.save_anything_except_these_names(GATHERED),
+        "dots": policies.save_only_these_names(*SAVED_NAMES),
+        "full": None,
+    }[remat]
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
-def shard_function(model: ModelConfig, mp: int, method: str) -> Any:
+def shard_function(model: ModelConfig, mesh: Mesh, method: str, zero: Zero) -> Any:
     """`CausalTransformerShard(...).method(...)` as a pure function of (params, *arguments)."""
-    forward = lambda *args: getattr(CausalTransformerShard(model, mp), method)(*args)  # noqa: E731
+
+    def forward(*arguments: Any) -> Any:
+        shard = CausalTransformerShard(model, int(mesh.shape[MP]), zero.replicas(mesh), zero.early_collect)
+        return getattr(shard, method)(*arguments)
+
     transformed: Any = hk.without_apply_rng(hk.transform(forward))
     return transformed.apply
 
 
-def init_params(model: ModelConfig, mesh: Mesh, seed: int) -> Params:
+def init_params(model: ModelConfig, mesh: Mesh, seed: int, zero: Zero = REPLICATED) -> Params:
     """Fresh float32 parameters, whole arrays placed by the table; the same seed gives the same values on any mesh."""
     kinds = parameters.kinds(model, mesh.shape[MP])
-    placed = steps.shardings(mesh, parameters.specs(model, mesh.shape[MP]))
+    placed = steps.shardings(mesh, zero.placement(model, mesh).params)
 
     def draw(key: jax.Array) -> Params:
         values = []
@@ -122,37 +167,39 @@ def init_params(model: ModelConfig, mesh: Mesh, seed: int) -> Params:
 
 
 @functools.lru_cache(maxsize=8)
-def compiled_init(model: ModelConfig, mesh: Mesh) -> Any:
+def compiled_init(model: ModelConfig, mesh: Mesh, zero: Zero) -> Any:
     """Fresh optimizer state for placed parameters."""
-    specs = steps.state_specs(parameters.specs(model, mesh.shape[MP]))
-    return jax.jit(optimizer.init, out_shardings=steps.shardings(mesh, specs.opt_state))
+    return jax.jit(optimizer.init, out_shardings=steps.shardings(mesh, zero.placement(model, mesh).state.opt_state))
 
 
 @functools.lru_cache(maxsize=8)
-def train_step(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> Any:
-    """The compiled `(state, Batch) -> (state, metrics)` of version 1, shared by all networks of these settings."""
-    mp = mesh.shape[MP]
-    return steps.compile_train_step(
-        shard_function(model, mp, "loss"), mesh, parameters.specs(model, mp), optim, parameters.decay_mask(model, mp)
-    )
+def train_step(model: ModelConfig, optim: OptimConfig, mesh: Mesh, zero: Zero = REPLICATED) -> Any:
+    """The compiled `(state, Batch) -> (state, metrics)`, shared by all networks of these settings."""
+    decay = parameters.decay_mask(model, mesh.shape[MP], optim.v2_decay_vectors)
+    placement = zero.placement(model, mesh)
+    return steps.compile_train_step(shard_function(model, mesh, "loss", zero), mesh, placement, optim, decay)
 
 
 @functools.lru_cache(maxsize=8)
-def eval_step(model: ModelConfig, mesh: Mesh) -> Any:
-    """The compiled `(params, obs, target, ctx_length) -> losses` of version 1."""
-    mp = mesh.shape[MP]
-    return steps.compile_eval_step(shard_function(model, mp, "evaluate"), mesh, parameters.specs(model, mp))
+def eval_step(model: ModelConfig, mesh: Mesh, zero: Zero = REPLICATED) -> Any:
+    """The compiled `(params, obs, target, ctx_length) -> losses`."""
+    loss = shard_function(model, mesh, "evaluate", zero)
+    # QUIRK v2-eval-z-loss: version 2's evaluation of 2021 has the z-loss in it.
+    with_z_loss = model.v2_merged_heads is not None
+    return steps.compile_eval_step(loss, mesh, zero.placement(model, mesh).params, with_z_loss)
 
 
 @functools.lru_cache(maxsize=8)
-def logits_step(model: ModelConfig, mesh: Mesh) -> Any:
-    """The compiled `(params, obs [B, S]) -> logits [B, S, V]` of version 1."""
-    mp = mesh.shape[MP]
-    mapped = jax.shard_map(
-        shard_function(model, mp, "logits"), mesh=mesh,
-        in_specs=steps.live(mesh, (parameters.specs(model, mp), P(DP))), out_specs=steps.live(mesh, P(DP, None, MP)),
-    )  # fmt: skip
-    return jax.jit(mapped)
+def logits_step(model: ModelConfig, mesh: Mesh, zero: Zero = REPLICATED) -> Any:
+    """The compiled `(params, obs [B, S]) -> logits [B, S, V]`."""
+    blocks = steps.live(mesh, zero.placement(model, mesh).params)
+    forward = shard_function(model, mesh, "logits", zero)
+
+    def logits(params: Params, obs: jax.Array) -> jax.Array:
+        return forward(steps.use_on_replicas(params, blocks), obs)
+
+    rows, out = steps.live(mesh, (P(DP), P(DP, None, MP)))
+    return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=(blocks, rows), out_specs=out))
 
 
 class CausalTransformer:
@@ -165,17 +212,18 @@ class CausalTransformer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.model = settle(config, mesh)
+        self.zero = Zero(config.mesh.zero_stage, config.version == 2 and config.run.early_collect)
         self._state: TrainState | None = None
 
     @property
     def state(self) -> TrainState:
         """Parameters, optimizer state (none with `early_cast`) and step; fresh ones from the seed on first use."""
         if self._state is None:
-            params = init_params(self.model, self.mesh, self.config.run.seed)
+            params = init_params(self.model, self.mesh, self.config.run.seed, self.zero)
             if self.model.early_cast:
                 params, fresh = jax.tree.map(lambda x: x.astype(self._param_dtype), params), None
             else:
-                fresh = compiled_init(self.model, self.mesh)(params)
+                fresh = compiled_init(self.model, self.mesh, self.zero)(params)
             self._state = TrainState(params, fresh, steps.place(self.mesh, P(), np.int32(0)))
         return self._state
 
@@ -204,7 +252,7 @@ class CausalTransformer:
         if mask.shape != obs.shape:
             raise DataError(f"mask has shape {mask.shape}, obs has {obs.shape}: they must be equal")
         placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask))
-        self.state, metrics = train_step(self.model, self.config.optim, self.mesh)(self.state, placed)
+        self.state, metrics = train_step(self.model, self.config.optim, self.mesh, self.zero)(self.state, placed)
         return metrics
 
     def eval(self, batch: Mapping[str, Any]) -> steps.Metrics:
@@ -218,9 +266,9 @@ class CausalTransformer:
         missing = -rows % self.mesh.shape[DP]
         if missing:
             obs, target = (np.pad(x, ((0, missing), (0, 0))) for x in (obs, target))
-            ctx_length = np.pad(ctx_length, (0, missing))
+            ctx_length = np.pad(ctx_length, (0, missing), constant_values=steps.FILLER)
         arrays = steps.place(self.mesh, (P(DP), P(DP), P(DP)), (obs, target, ctx_length))
-        out = eval_step(self.model, self.mesh)(self.state.params, *arrays)
+        out = eval_step(self.model, self.mesh, self.zero)(self.state.params, *arrays)
         return {k: v[:rows] for k, v in out.items()} if missing else out
 
     def _tokens(self, batch: Mapping[str, Any], axes: str) -> tuple[np.ndarray, np.ndarray]:
@@ -243,7 +291,7 @@ class CausalTransformer:
     def logits(self, obs: Any) -> jax.Array:
         """Logits [B, S, V] float32 of obs [B, S], all at once: for tests and small models."""
         placed = steps.place(self.mesh, P(DP), np.asarray(obs, np.int32))
-        return logits_step(self.model, self.mesh)(self.state.params, placed)
+        return logits_step(self.model, self.mesh, self.zero)(self.state.params, placed)
 
     def generate(
         self,
@@ -273,9 +321,17 @@ class CausalTransformer:
         if eot_id is None and np.size(ctx_length) and np.min(ctx_length) == 0:
             eot_id = generation.end_of_text(self.config)
         return generation.generate(
-            self.model, self.mesh, self.state.params, context, ctx_length, gen_length, sampler_options, return_logits,
+            self.model, self.mesh, self.whole_params(), context, ctx_length, gen_length, sampler_options, return_logits,
             seed, eot_id, n_tokens,
         )  # fmt: skip
+
+    def whole_params(self) -> Params:
+        """The parameters as generation takes them: whole on every replica, gathered where ZeRO cuts them."""
+        params = self.state.params
+        if self.zero.replicas(self.mesh) == 1:
+            return params
+        whole = steps.shardings(self.mesh, parameters.specs(self.model, int(self.mesh.shape[MP])))
+        return jax.device_put(params, whole)
 
     def load_ckpt(self, path: str | os.PathLike[str], optimizer: bool = True) -> None:
         """Loads a `step_N` folder of the published layout, full or slim, written on any number of shards.
@@ -286,7 +342,9 @@ class CausalTransformer:
         from mesh_transformer.checkpoint import shards
 
         with_moments = optimizer and not self.model.early_cast
-        self.state = shards.read_step(path, self.model, self.mesh, optimizer=with_moments, dtype=self._param_dtype)
+        self.state = shards.read_step(
+            path, self.model, self.mesh, optimizer=with_moments, dtype=self._param_dtype, zero_stage=self.zero.stage
+        )
 
     def write_ckpt(self, path: str | os.PathLike[str]) -> None:
         """Writes the state as a `step_N` folder of the published layout, in `cores_per_replica` shards."""
@@ -320,7 +378,9 @@ def _remat_for(config: Config, mesh: Mesh, dtype: str, device: jax.Device) -> st
     if not limit:
         return "dots"
     model, mp = config.model, mesh.shape[MP]
-    state = parameters.count(model, mp) / mp * 16  # masters, two moments and a gradient in float32
+    # masters, two moments and a gradient in float32
+    parts = {0: 1, 1: 16 / (8 + 8 / mesh.shape[DP]), 3: mesh.shape[DP]}[config.mesh.zero_stage]
+    state = parameters.count(model, mp) / mp * 16 / parts
     tokens = config.mesh.per_replica_batch * model.seq
     kept = model.layers * tokens * (model.d_model + (4 * model.d_model + model.d_ff) / mp) * jnp.dtype(dtype).itemsize
     return "dots" if state + 1.3 * kept < 0.85 * limit else "full"

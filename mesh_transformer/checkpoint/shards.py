@@ -41,12 +41,18 @@ _WORKERS = 4
 
 
 def read_step(
-    step_dir: storage.PathLike, model: ModelConfig, mesh: Mesh, optimizer: bool = True, dtype: Any = jnp.float32
+    step_dir: storage.PathLike,
+    model: ModelConfig,
+    mesh: Mesh,
+    optimizer: bool = True,
+    dtype: Any = jnp.float32,
+    zero_stage: int = 0,
 ) -> TrainState:
     """A step as a new TrainState of global arrays on `mesh`; M of the files and of the mesh may differ.
 
     `optimizer`: with the Adam state; fresh, with a logged notice, where the files are slim. `dtype`: of the
-    parameters in memory (moments are float32), cast from the files' bf16, f16 or f32.
+    parameters in memory (moments are float32), cast from the files' bf16, f16 or f32. `zero_stage`: how the state is
+    cut over dp (see `parameters.storage_specs`).
     Raises CheckpointError where the files belong to another model, DamagedError (one) naming every file that is
     missing, empty or corrupt; nothing is changed then.
     """
@@ -60,7 +66,7 @@ def read_step(
     if found.manifest is not None:
         manifest.verify(path, found.manifest, _needed(leaves, sections, found.shards))
     files = _Files(found)
-    trees = _read_tensors(files, leaves, sections, model, mesh, np.dtype(dtype))
+    trees = _read_tensors(files, leaves, sections, model, mesh, np.dtype(dtype), zero_stage)
     counters = {leaf.section: files.counter(number, leaf) for number, leaf in enumerate(leaves) if not leaf.leaf}
 
     def scalar(section: str) -> jax.Array:
@@ -74,18 +80,23 @@ def read_step(
         )
     elif optimizer:
         logger.warning("%s is slim: it holds no optimizer state, so Adam starts fresh", path)
-        opt_state = _fresh_optimizer(params, mesh)
+        opt_state = _fresh_optimizer(params, model, mesh, zero_stage)
     return TrainState(params, opt_state, scalar(layout.STEP))
 
 
-def _fresh_optimizer(params: Params, mesh: Mesh) -> OptimizerState:
-    """Zero moments, placed like their parameters."""
-    placed: Any = jax.tree.map(lambda array: array.sharding, params)
+def _fresh_optimizer(params: Params, model: ModelConfig, mesh: Mesh, zero_stage: int) -> OptimizerState:
+    """Zero moments, placed as the stage wants them."""
+    specs = parameters.storage_specs(model, int(mesh.shape[MP]), zero_stage, moments=True)
+    placed: Any = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
     counter: Any = replicated(mesh)
     fresh: OptimizerState = jax.jit(fresh_moments, out_shardings=OptimizerState(counter, placed, placed, counter))(
         params
     )
     return fresh
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, jax.sharding.PartitionSpec)
 
 
 def write_step(
@@ -191,7 +202,13 @@ def _checked(reader: NpzReader, member: int, leaf: StateLeaf, shards: int) -> Np
 
 
 def _read_tensors(
-    files: _Files, leaves: tuple[StateLeaf, ...], sections: list[str], model: ModelConfig, mesh: Mesh, dtype: np.dtype
+    files: _Files,
+    leaves: tuple[StateLeaf, ...],
+    sections: list[str],
+    model: ModelConfig,
+    mesh: Mesh,
+    dtype: np.dtype,
+    zero_stage: int,
 ) -> dict[str, dict[str, dict[str, jax.Array]]]:
     numbers: dict[tuple[str, tuple[str, str]], list[int]] = {}
     for number, leaf in enumerate(leaves):
@@ -206,16 +223,17 @@ def _read_tensors(
         for section, kind in wanted:
             target = dtype if section == layout.PARAMS else np.dtype(np.float32)
             of_kind = [(n, leaves[n]) for n in numbers[section, kind.path]]
-            done[section, kind.path] = _read_kind(files, of_kind, kind, mesh, target, pool.map)
+            over_replicas = zero_stage == 3 or (zero_stage == 1 and section != layout.PARAMS)
+            sharding = NamedSharding(mesh, kind.spec(over_replicas))
+            done[section, kind.path] = _read_kind(files, of_kind, kind, sharding, target, pool.map)
     return {section: parameters.tree((kind, done[section, kind.path]) for kind in kinds) for section in sections}
 
 
 def _read_kind(
-    files: _Files, leaves: list[tuple[int, StateLeaf]], kind: Kind, mesh: Mesh, dtype: np.dtype,
+    files: _Files, leaves: list[tuple[int, StateLeaf]], kind: Kind, sharding: NamedSharding, dtype: np.dtype,
     run_all: Callable[..., Any],
 ) -> jax.Array:  # fmt: skip
     """All layers of one kind, as one placed array."""
-    sharding = NamedSharding(mesh, kind.spec)
     devices = {
         device: region_of(index or (), kind.shape)
         for device, index in sharding.addressable_devices_indices_map(kind.shape).items()

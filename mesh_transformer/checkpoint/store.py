@@ -271,7 +271,7 @@ class CheckpointStore:
         for step in (chosen, *fallbacks):
             try:
                 aux = self._agreed_aux(step, mine)
-                state = read_step(self.path(step), config.model, mesh, optimizer)
+                state = read_step(self.path(step), config.model, mesh, optimizer, zero_stage=config.mesh.zero_stage)
             except DamagedError as error:
                 first = first or error
                 if fallbacks:

@@ -88,9 +88,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
     Raises MeshTransformerError for what the user can correct, NonFiniteError after `max_skipped` batches.
     """
     with Watchdog() as watchdog, contextlib.ExitStack() as stack:
-        config = load_config(request.config)
-        if request.version is not None:
-            config = dataclasses.replace(config, version=request.version)
+        config = load_config(request.config, version=request.version)
         check_training(config)
         check_interpreter()
         trackers.check_packages(config)
