@@ -17,6 +17,8 @@ from jax import lax
 from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards, varying
 
 Z_LOSS_WEIGHT = 1e-4
+# QUIRK v2-unstopped-maximum: as "reference", and the maximum that is subtracted gets a gradient too.
+UNSTOPPED = "reference with a gradient at the maximum"
 
 
 class PositionLosses(NamedTuple):
@@ -33,6 +35,7 @@ class _Chunk(NamedTuple):
     probability: jax.Array
     column: jax.Array
     mine: jax.Array
+    at_peak: jax.Array
 
 
 def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array, z_loss: str) -> _Chunk:
@@ -52,7 +55,7 @@ def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array
     log_z = after_max + peak if z_loss == "log_z" else after_max
     weight = 0.0 if z_loss == "off" else Z_LOSS_WEIGHT
     losses = PositionLosses(after_max - hit, weight * jnp.square(log_z), (hit >= 0.0).astype(jnp.float32))
-    return _Chunk(losses, weight * log_z, exp / total[:, None], column, mine)
+    return _Chunk(losses, weight * log_z, exp / total[:, None], column, mine, logits == peak[:, None])
 
 
 def _chunks(x: jax.Array, size: int) -> jax.Array:
@@ -98,6 +101,8 @@ def _weighted_loss_forward(
         c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss)
         # d/dlogits of ce is p - onehot; of weight * log_z^2 it is 2 weight log_z p (the maximum gets no gradient).
         grad = c.probability * (weight_C * (1.0 + 2.0 * c.log_z))[:, None]
+        if z_loss == UNSTOPPED:
+            grad = grad - jnp.where(c.at_peak, (weight_C * 2.0 * c.log_z)[:, None], 0.0)
         rows = jnp.arange(target_C.shape[0])
         grad = grad.at[rows, c.column].add(-jnp.where(c.mine, weight_C, 0.0))
         narrow = grad.astype(h_CD.dtype)

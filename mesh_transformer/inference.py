@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_transformer import steps, storage
-from mesh_transformer.checkpoint import inventory, manifest, shards
+from mesh_transformer.checkpoint import formats, inventory, manifest
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore, Which, find_step
 from mesh_transformer.config import Config, check_interpreter, differences, mesh_notice
@@ -20,6 +21,7 @@ from mesh_transformer.errors import CheckpointError, ConfigError
 from mesh_transformer.mesh import choose_platform, describe, find_devices, make_mesh
 from mesh_transformer.state import TrainState
 from mesh_transformer.transformer_shard import CausalTransformer, init_params
+from mesh_transformer.transformer_zero import network_of
 
 logger = logging.getLogger(__name__)
 
@@ -133,14 +135,15 @@ def load_network(config: Config, mesh: jax.sharding.Mesh, step_dirs: Sequence[st
     There is no optimizer state, and weights are kept in the compute dtype, a quarter of training's memory at most; with
     `early_cast` in bfloat16 whatever that is.
     """
-    network = CausalTransformer(config, mesh)
+    # Weights alone are whole on every replica: what ZeRO cuts is the training state.
+    network = network_of(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, zero_stage=0)), mesh)
     dtype = jnp.dtype(jnp.bfloat16 if config.model.early_cast else network.model.compute_dtype)
     if step_dirs:
 
         def read(path: str) -> TrainState:
             if path != step_dirs[0]:  # `choose_steps` has looked at the first alone
                 _check(path, config)
-            return shards.read_step(path, network.model, mesh, optimizer=False, dtype=dtype)
+            return formats.read_step(path, network.model, mesh, optimizer=False, dtype=dtype)
 
         network.state, (path, *_) = _first_good(step_dirs, read)
         logger.info("weights from %s", path)

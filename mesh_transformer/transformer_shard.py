@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import attention, fused_attention, optimizer, parameters, steps
 from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_interpreter
-from mesh_transformer.cross_entropy import PositionLosses, position_losses, weighted_loss
+from mesh_transformer.cross_entropy import UNSTOPPED, PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
 from mesh_transformer.layers import (
     GATHERED,
@@ -83,7 +83,7 @@ class CausalTransformerShard(hk.Module):
                 params = self.layers.gather(params, probe, dtype)
             return layer(x, params, model, batch, tables, bias, key_visible_BS), None
 
-        stacked = self.layers()
+        stacked: Mapping[str, jax.Array] = self.layers()
         if self.early_collect:
             stacked = jax.vmap(lambda params: self.layers.gather(params, probe, dtype))(stacked)
         regather = self.layers.zero > 1 and not self.early_collect
@@ -94,8 +94,10 @@ class CausalTransformerShard(hk.Module):
     ) -> tuple[jax.Array, PositionLosses]:
         """Weighted sum of the losses, float32 [], and each position's, [B, S]."""
         h_TD, w, b = self.projection(self.hidden(obs_BS, probe=probe), probe)
+        unstopped = self.model.v2_merged_heads is not None and self.model.z_loss == "reference"
+        z_loss = UNSTOPPED if unstopped else self.model.z_loss
         total, losses = weighted_loss(
-            h_TD, w, b, target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk, self.model.z_loss
+            h_TD, w, b, target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk, z_loss
         )
         return total, _by_sequence(losses, obs_BS.shape)
 
@@ -334,23 +336,23 @@ class CausalTransformer:
         return jax.device_put(params, whole)
 
     def load_ckpt(self, path: str | os.PathLike[str], optimizer: bool = True) -> None:
-        """Loads a `step_N` folder of the published layout, full or slim, written on any number of shards.
+        """Loads a `step_N` folder of any layout, full or slim, written on any mesh.
 
         `optimizer=False` leaves the moments out, for inference, and so does `early_cast`, which keeps the parameters in
         bfloat16. Raises CheckpointError; `state` is unchanged then.
         """
-        from mesh_transformer.checkpoint import shards
+        from mesh_transformer.checkpoint import formats
 
         with_moments = optimizer and not self.model.early_cast
-        self.state = shards.read_step(
+        self.state = formats.read_step(
             path, self.model, self.mesh, optimizer=with_moments, dtype=self._param_dtype, zero_stage=self.zero.stage
         )
 
     def write_ckpt(self, path: str | os.PathLike[str]) -> None:
-        """Writes the state as a `step_N` folder of the published layout, in `cores_per_replica` shards."""
-        from mesh_transformer.checkpoint import shards
+        """Writes the state as a `step_N` folder, in the layout that `ckpt_format` names."""
+        from mesh_transformer.checkpoint import formats
 
-        shards.write_step(path, shards.snapshot(self.state), self.model, self.config.mesh.cores_per_replica)
+        formats.write_step(path, self.state, self.config)
 
 
 def settle(config: Config, mesh: Mesh) -> ModelConfig:

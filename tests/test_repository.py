@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {"mesh", "parameters", "collectives", "state"},
     {"attention", "fused_attention", "cross_entropy", "layers", "optimizer", "steps"},
     {"transformer_shard"},
+    {"transformer_zero"},
     {"sampler", "sampling", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
     {"generation"},
     {"answer", "completion", "inference", "prompt_files"},

@@ -45,6 +45,7 @@ from mesh_transformer.training.signals import StopRequest
 from mesh_transformer.training.start import Origin, Start
 from mesh_transformer.training.watchdog import Watchdog
 from mesh_transformer.transformer_shard import CausalTransformer, compiled_init
+from mesh_transformer.transformer_zero import network_of
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +278,7 @@ class _Session:
         Sources, in order: see `Origin`.
         """
         begin, config, request = self._begin, self._config, self._request
-        network = CausalTransformer(config, self._mesh)
+        network = network_of(config, self._mesh)
         count = parameters.count(network.model, self._mesh.shape[MP])
         dp = self._mesh.shape[DP]
         logger.info(
@@ -349,6 +350,6 @@ def begin_schedule(network: CausalTransformer) -> TrainState:
     state = network.state
     opt_state = state.opt_state
     if opt_state is None:
-        opt_state = compiled_init(network.model, network.mesh)(state.params)
+        opt_state = compiled_init(network.model, network.mesh, network.zero)(state.params)
     zero = jax.device_put(np.int32(0), opt_state.schedule_count.sharding)
     return state._replace(opt_state=opt_state._replace(schedule_count=zero))
