@@ -61,3 +61,26 @@ def which_step(text: str) -> int | str:
     if text not in ("latest", "best") and not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} must be a step's number, latest or best")
     return int(text) if text.isdigit() else text
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """--ckpt, --ckpt-step, --random-init, --strict: which weights, for `inference.choose_steps`."""
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--ckpt", metavar="PATH", help="weights: a step_N folder, or a model_dir (default: the config's)"
+    )
+    weights.add_argument(
+        "--ckpt-step", type=which_step, default="latest", metavar="N", help="a step, `latest` or `best`"
+    )
+    weights.add_argument("--random-init", action="store_true", help="use weights that were never trained")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
+    )
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """--platform, --devices: for `inference.start_mesh`."""
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="refuse to run on any other (default: any)")
+    parser.add_argument(
+        "--devices", type=positive, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
+    )

@@ -5,6 +5,7 @@ without a traceback, and exit with `EXIT_USER`.
 """
 
 EXIT_DONE = 0
+EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_NONFINITE = 3
 EXIT_INTERRUPTED = 75

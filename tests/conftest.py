@@ -85,3 +85,20 @@ def straight(training_data: Any, tmp_path_factory: pytest.TempPathFactory) -> An
     from training_tools import straight_run
 
     return straight_run(tmp_path_factory.mktemp("straight"), training_data)
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The config of a tiny model that can be served."""
+    from serving_tools import make_model
+
+    return make_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def server(served_model: Any) -> Any:
+    """One real server process for all tests that leave it as it was."""
+    from serving_tools import serving
+
+    with serving(served_model) as running:
+        yield running

@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"sampler", "sampling", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
     {"generation"},
     {"answer", "completion", "inference", "prompt_files"},
-    {"config_records", "config_report", "training"},
+    {"config_records", "config_report", "training", "serving"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {

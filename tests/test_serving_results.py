@@ -1,0 +1,139 @@
+"""Nobody's answer depends on who else is asking, and all of them are what the model gives without a server."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import httpx
+import pytest
+from conftest import mesh_of
+from decoding_tools import compilations
+from serving_tools import MAX_BATCH, MAX_TOKENS, SEQ, in_parallel
+
+from mesh_transformer import inference, load_config
+from mesh_transformer.completion import Completer, Options, tokenizer_of
+from mesh_transformer.serving.batch import Batch
+from mesh_transformer.serving.limits import Limits
+from mesh_transformer.serving.waiting import FairQueue
+
+
+@pytest.fixture(scope="module")
+def completer(served_model):
+    config = load_config(served_model)
+    return Completer(inference.load_network(config, mesh_of(1, 1), []), tokenizer_of(config))
+
+
+def test_answers_are_those_of_the_model_without_a_server(server, completer):
+    """Through another path: prompts read whole, in a batch of another shape."""
+    prompts = ["def ", "", "naïve café", "class A:\n    " * 12]
+    expected = completer.complete(prompts, [Options(30, {"temp": 0.9, "top_p": 0.95}, seed) for seed in range(4)])
+    found = [
+        server.complete(context=prompt, temp=0.9, top_p=0.95, seed=seed, max_tokens=30)
+        for seed, prompt in enumerate(prompts)
+    ]
+    assert found == [each.text for each in expected]
+
+
+def test_same_seed_same_text_whoever_else_asks(server):
+    """Ten requests of all kinds, alone and then among forty others, in three orders."""
+    rng = random.Random(0)
+    mine = [
+        {"prompt": [rng.randrange(1, 300) for _ in range(rng.randrange(1, SEQ))], "max_tokens": rng.randrange(1, 60),
+         "seed": i, "temperature": rng.choice([0, 0.7, 1.3]), "top_p": rng.choice([0.5, 1]), "logprobs": 1,
+         "presence_penalty": rng.choice([0, 1.5])}
+        for i in range(10)
+    ]  # fmt: skip
+
+    def ask(body):
+        with server.client() as client:
+            while (reply := client.post("/v1/completions", json=body)).status_code == 429:
+                pass
+        assert reply.status_code == 200, reply.text
+        return [(choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in reply.json()["choices"]]
+
+    alone = [ask(body) for body in mine]
+    for order in range(3):
+        others = [
+            {"prompt": [rng.randrange(1, 300)] * rng.randrange(1, 90), "max_tokens": rng.randrange(1, MAX_TOKENS)}
+            for _ in range(12)
+        ]
+        everyone = [*enumerate(mine), *((None, other) for other in others)]
+        random.Random(order).shuffle(everyone)
+        found = in_parallel(*[lambda body=body: ask(body) for _, body in everyone])
+        for (i, _), answer in zip(everyone, found, strict=True):
+            assert i is None or answer == alone[i], "to the last bit of its log-probabilities"
+
+
+def test_eight_clients_stream_their_own_answers_at_once(server):
+    def ask(seed):
+        text = ""
+        body = {"prompt": "def ", "seed": seed, "max_tokens": 40, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    text += httpx.Response(200, content=line[6:]).json()["choices"][0]["text"]
+        return text
+
+    found = in_parallel(*[lambda seed=seed: ask(seed) for seed in range(8)])
+    expected = [server.complete(context="def ", seed=seed, temp=1, top_p=1, max_tokens=40) for seed in range(8)]
+    assert found == expected and len(set(found)) == 8
+
+
+def test_a_row_does_not_wait_for_the_longest_of_its_batch(server):
+    """Short requests that come while long ones run are answered before these."""
+    order = []
+
+    def ask(name, tokens):
+        body = {"prompt": "a", "max_tokens": tokens, "logit_bias": {"0": -100}}
+        assert httpx.post(server.url + "/v1/completions", json=body, timeout=60).status_code == 200
+        order.append(name)
+
+    long = [lambda: ask("long", MAX_TOKENS) for _ in range(MAX_BATCH - 1)]
+    in_parallel(*long, *[lambda: [ask("short", 1) for _ in range(4)]])
+    assert order.index("long") >= 2
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_nothing_is_compiled_once_the_batch_is_ready(completer, served_model, dp):
+    """Whatever lengths, options and numbers of requests come; and rows lie in different replicas."""
+    network = inference.load_network(load_config(served_model), mesh_of(dp, 1), [])
+    batch = Batch(Completer(network, completer.tokenizer), Limits(max_batch=3, max_tokens=MAX_TOKENS, chunk=32))
+    batch.compile()
+    prompts = [[5] * 3, [6] * 20, [7] * 33, [8] * SEQ]
+    asked = [
+        {}, {"temp": 0}, {"logprobs": 5, "top_k": 3}, {"logit_bias": {3: 1.0, 4: -1.0}, "frequency_penalty": 1.0},
+    ]  # fmt: skip
+    found: Counter[int] = Counter()
+    with compilations() as compiled:
+        for prompt, (row, options) in zip(prompts, itertools.cycle(enumerate(asked[:3])), strict=False):
+            batch.release([row])
+            found[row] = 0
+            batch.begin(row, prompt, Options(70, options, stop=("zz",)))
+            while batch.reading:
+                for output in batch.read():
+                    found[output.row] += output.completion.tokens
+            for output in batch.decode(4):
+                found[output.row] += output.completion.tokens
+        batch.reset()
+        batch.begin(1, prompts[0], Options(5, asked[3]))
+        assert sum(output.completion.tokens for output in batch.read() + batch.decode(9)) <= 5
+    assert not compiled
+    assert all(1 <= count <= 17 for count in found.values()) and max(found.values()) > 5
+
+
+def test_the_queue_takes_clients_in_turn_and_each_in_its_order():
+    class Waiting:
+        def __init__(self, client, number):
+            self.client, self.number = client, number
+
+    queue = FairQueue()
+    greedy = [Waiting("greedy", i) for i in range(4)]
+    modest = [Waiting("modest", i) for i in range(2)]
+    for item in greedy + modest:
+        queue.add(item)
+    assert len(queue) == 6 and queue.remove(greedy[1]) and not queue.remove(greedy[1])
+    taken = [queue.take() for _ in range(5)]
+    assert taken == [greedy[0], modest[0], greedy[2], modest[1], greedy[3]]
+    assert queue.take() is None and len(queue) == 0
