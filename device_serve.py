@@ -39,10 +39,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     where.add_argument("--cors-origin", action="append", metavar="URL", help="a page that may ask from a browser, or *")
     where.add_argument("--model-name", metavar="NAME", help="what /v1/models calls it (default: the config's name)")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-batch", type=positive, default=MAX_BATCH, metavar="N", help=f"texts at once ({MAX_BATCH})")
+    limits.add_argument(
+        "--max-batch", type=positive, default=MAX_BATCH, metavar="N", help=f"texts at once ({MAX_BATCH})"
+    )
     limits.add_argument("--max-queue", type=int, default=MAX_QUEUE, metavar="N", help=f"texts that wait ({MAX_QUEUE})")
     limits.add_argument("--max-tokens", type=positive, metavar="N", help="new tokens of a text (seq, at least 256)")
-    limits.add_argument("--max-prompt", type=positive, metavar="N", help="tokens of a prompt (4 seq; the last seq count)")
+    limits.add_argument(
+        "--max-prompt", type=positive, metavar="N", help="tokens of a prompt (4 seq; the last seq count)"
+    )
     limits.add_argument("--max-n", type=positive, metavar="N", help="completions of a prompt (8)")
     limits.add_argument("--max-body", type=positive, metavar="BYTES", help="size of a request (1 MiB)")
     limits.add_argument("--chunk", type=positive, metavar="N", help="prompt tokens read between others' tokens (64)")
@@ -88,9 +92,7 @@ def run(options: argparse.Namespace) -> int:
     from mesh_transformer.serving.service import Service
 
     limits, metrics = limits_of(options, config), Metrics()
-    step_dirs = inference.choose_steps(
-        config, options.ckpt, options.ckpt_step, options.random_init, options.strict
-    )
+    step_dirs = inference.choose_steps(config, options.ckpt, options.ckpt_step, options.random_init, options.strict)
     tokenizer = completion.tokenizer_of(config)
     if step_dirs:
         inference.check_tokenizer(step_dirs[0], config, tokenizer)

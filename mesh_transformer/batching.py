@@ -91,7 +91,9 @@ def _idle_rows(model: ModelConfig, mesh: Mesh, batch: int, slots: int, stop_widt
     return jax.jit(make, out_shardings=steps.shardings(mesh, decoding.rows_spec(mode)))
 
 
-def place_chunk(mesh: Mesh, batch: int, slots: int, parts: Sequence[Part], stop_width: int) -> Chunk:
+def place_chunk(
+    mesh: Mesh, batch: int, slots: int, parts: Sequence[Part], stop_width: int, mode: Mode = PLAIN
+) -> Chunk:
     """The parts, at least one, as a chunk on the devices for the rows that `idle_rows` made with these sizes.
 
     T is a bucket that holds every part; the number of entries is dp times a power of two. Each replica's parts are
@@ -113,7 +115,6 @@ def place_chunk(mesh: Mesh, batch: int, slots: int, parts: Sequence[Part], stop_
             stop[i, : len(part.stop)] = part.stop
             samplers[i] = part.sampler
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *samplers)
-    mode = sampler.mode_of(whole)
     return steps.place(mesh, chunk_spec(mode), Chunk(row, tokens, count, start, last, limit, stop, whole))
 
 

@@ -206,7 +206,7 @@ class Batch:
         for start in range(0, max(self.lengths), PREFILL):
             # One part for each row, in their order, so that what is drawn is in that order too.
             parts = [self._part(i, start) for i in range(self.size)]
-            chunk = batching.place_chunk(self.mesh, self.size, self.slots, parts, self.stop_width)
+            chunk = batching.place_chunk(self.mesh, self.size, self.slots, parts, self.stop_width, mode)
             rows, drawn = extend(params, rows, chunk, known)
             found.append((np.array([len(part.tokens) > 0 for part in parts]), jax.tree.map(np.asarray, drawn)))
         whole = found[0][1]

@@ -1,6 +1,6 @@
-"""device_serve.py with an engine that goes wrong on demand: files in the folder FAULTS say how.
+"""device_serve.py with steps that go wrong when told to: files in the folder FAULTS say how.
 
-`raise`: the next step raises, once. `raise-always`: every step raises. `slow`: each step takes a tenth of a second more.
+`raise`: the next step raises, once. `raise-always`: every step raises. `slow`: each takes 0.1 s more.
 """
 
 from __future__ import annotations

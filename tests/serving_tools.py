@@ -44,7 +44,9 @@ def make_model(folder: Path) -> Path:
 class Server:
     """A server process; `url` is known once it is ready. `program`: the script, device_serve.py or one around it."""
 
-    def __init__(self, config: Path, *arguments: str, program: str = "device_serve.py", env: dict[str, str] | None = None):
+    def __init__(
+        self, config: Path, *arguments: str, program: str = "device_serve.py", env: dict[str, str] | None = None
+    ):
         self.log = config.parent / f"server-{time.monotonic_ns()}.log"
         self._said = self.log.open("w")
         command = [

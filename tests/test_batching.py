@@ -30,7 +30,7 @@ class Batch:
             batching.Part(row, tokens, start, last, 50, [], sampler_of(options, 1, seed, MODE))
             for row, tokens, start, last, options, seed in parts
         ]
-        chunk = batching.place_chunk(self.net.mesh, ROWS, SEQ, placed, STOP_WIDTH)
+        chunk = batching.place_chunk(self.net.mesh, ROWS, SEQ, placed, STOP_WIDTH, MODE)
         step = batching.extend_step(self.net.model, self.net.mesh, MODE)
         self.rows, drawn = step(self.net.state.params, self.rows, chunk, KNOWN)
         mine = ROWS // self.net.mesh.shape["dp"]

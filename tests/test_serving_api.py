@@ -124,7 +124,9 @@ def test_an_empty_prompt_is_one_end_of_text_token(server, http):
 
 
 def test_padding_ids_are_never_drawn(http):
-    reply = http.post("/v1/completions", json={"prompt": "a", "max_tokens": MAX_TOKENS, "n": 4, "logprobs": 5, "seed": 1})
+    reply = http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": MAX_TOKENS, "n": 4, "logprobs": 5, "seed": 1}
+    )
     found = [choice["logprobs"] for choice in reply.json()["choices"]]
     tokens = [token for logprobs in found for token in logprobs["tokens"]]
     # 84 of the 384 ids have no token, and would decode to nothing.
@@ -163,7 +165,9 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(server, http):
     held = []
     try:
         for _ in range((MAX_BATCH + MAX_QUEUE) // 4):
-            held.append(begin(server, "/v1/completions", prompt="a", n=4, max_tokens=MAX_TOKENS, logit_bias={"0": -100}))
+            held.append(
+                begin(server, "/v1/completions", prompt="a", n=4, max_tokens=MAX_TOKENS, logit_bias={"0": -100})
+            )
         reply = http.post("/complete", json={"context": "a", "max_tokens": MAX_TOKENS})
         # On a fast machine some of them may have been answered by now.
         if reply.status_code == 429:

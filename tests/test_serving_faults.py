@@ -7,14 +7,19 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 
 import httpx
 import pytest
 from serving_tools import (
-    MAX_BATCH, MAX_TOKENS, ROOT, Server, begin, error_of, in_parallel, serving, wait_until,
+    MAX_BATCH,
+    MAX_TOKENS,
+    Server,
+    begin,
+    error_of,
+    in_parallel,
+    serving,
+    wait_until,
 )  # fmt: skip
 
 import device_serve
@@ -94,11 +99,30 @@ def test_a_row_is_free_while_its_request_still_runs_elsewhere(faulty, faults):
         (faults / "slow").unlink()
 
 
+def test_a_row_does_not_wait_for_the_longest_of_its_batch(faulty, faults):
+    """Short requests that come while long ones run are answered before these."""
+    order = []
+
+    def timed(name, tokens):
+        assert ask(faulty, max_tokens=tokens, logit_bias={"0": -100}).status_code == 200
+        order.append(name)
+
+    (faults / "slow").touch()
+    try:
+        long = [lambda: timed("long", 60) for _ in range(MAX_BATCH - 1)]
+        in_parallel(*long, lambda: [timed("short", 1) for _ in range(4)])
+    finally:
+        (faults / "slow").unlink()
+    assert order == ["short"] * 4 + ["long"] * 3
+
+
 def begin_with_key(server, **body):
     content = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Length: {len(content)}\r\n"
-    connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+    connection.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    )  # fmt: skip
     return connection
 
 
@@ -143,13 +167,18 @@ def test_an_answer_that_takes_too_long_is_given_up(faulty, faults):
 
 
 @pytest.mark.parametrize(
-    "header", [None, "Bearer", "Bearer ", "Bearer first-kez", "Bearer first-key2", "Bearer first", "Basic first-key",
+    "header", [None, "Bearer", "Bearer first-kez", "Bearer first-key2", "Bearer first", "Basic first-key",
                "Bearer \xff\xfe"]
 )  # fmt: skip
 def test_a_wrong_key_is_refused_wherever_work_is_done(faulty, header):
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     with faulty.client(headers=headers) as client:
-        for method, path in (("POST", "/complete"), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/x")):
+        for method, path in (
+            ("POST", "/complete"),
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/x"),
+        ):
             reply = client.request(method, path, json={} if method == "POST" else None)
             assert error_of(reply, 401)["code"] == "invalid_api_key"
             assert reply.headers["www-authenticate"] == "Bearer" and "access-control-allow-origin" in reply.headers
@@ -212,7 +241,18 @@ def test_a_slow_reader_holds_up_nobody(server):
         assert content.count(b'"finish_reason":"length"') == 2 and b"data: [DONE]" in content
 
 
-def test_the_health_of_a_server_that_loads_is_503(served_model):
+@pytest.fixture
+def main(capsys):
+    """Runs the script in this process, for mistakes that end it: (exit code, error stream)."""
+
+    def run(*arguments):
+        code = device_serve.main(arguments)
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_the_health_of_a_server_that_loads_is_503(served_model, main):
     server = Server(served_model)
     try:
         reply = httpx.get(server.url + "/health")
@@ -221,21 +261,12 @@ def test_the_health_of_a_server_that_loads_is_503(served_model):
         error_of(refused, 503)
         assert int(refused.headers["retry-after"]) > 0
         # A second one on its port is refused at once; the first can be told to end while it loads.
-        code, said = run_main("--config", str(served_model), "--random-init", "--port", str(server.port))
+        code, said = main("--config", str(served_model), "--random-init", "--port", str(server.port))
         assert code == 2 and f"cannot listen on 127.0.0.1, port {server.port}" in said and "--port" in said
         server.ask_to_end()
         assert server.wait(30) == 0
     finally:
         server.close()
-
-
-def run_main(*arguments):
-    done = subprocess.run(
-        [sys.executable, "device_serve.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=60,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr
 
 
 def test_the_default_is_this_machine_alone():
@@ -254,11 +285,13 @@ def test_the_default_is_this_machine_alone():
         (["--random-init", "--api-key-file", "nowhere.txt"], "nowhere.txt"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(served_model, tmp_path, arguments, message):
+def test_what_cannot_be_served_is_said_in_a_line(served_model, main, tmp_path, arguments, message):
     """A wrong platform is an error, never a silent fallback; so are too few devices."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(served_model.read_text()) | {"cores_per_replica": 8 if "3" in arguments else 1}))
-    code, said = run_main("--config", str(config), "--port", "0", *arguments)
+    config.write_text(
+        json.dumps(json.loads(served_model.read_text()) | {"cores_per_replica": 8 if "3" in arguments else 1})
+    )
+    code, said = main("--config", str(config), "--port", "0", *arguments)
     assert code == 2, said
     assert said.splitlines()[-1].startswith("error: ") and message in said
 

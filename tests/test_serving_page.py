@@ -71,7 +71,7 @@ def test_the_page_streams_stops_and_shows_probabilities(server, browser):
     assert len(tokens) > 3
     ActionChains(browser).move_to_element(tokens[1]).perform()
     tip = browser.find_element("id", "tip")
-    assert tip.is_displayed() and tip.text.count("%") in (5, 6)
+    assert tip.is_displayed() and tip.text.count("%") in (5, 6), tip.text
     assert tokens[1].get_attribute("data-probability") in tip.text
     keep = os.environ.get("KEEP_SCREENSHOT")
     if keep:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from conftest import mesh_of
 from decoding_tools import compilations
-from serving_tools import MAX_BATCH, MAX_TOKENS, SEQ, in_parallel
+from serving_tools import MAX_TOKENS, SEQ, in_parallel
 
 from mesh_transformer import inference, load_config
 from mesh_transformer.completion import Completer, Options, tokenizer_of
@@ -79,20 +79,6 @@ def test_eight_clients_stream_their_own_answers_at_once(server):
     found = in_parallel(*[lambda seed=seed: ask(seed) for seed in range(8)])
     expected = [server.complete(context="def ", seed=seed, temp=1, top_p=1, max_tokens=40) for seed in range(8)]
     assert found == expected and len(set(found)) == 8
-
-
-def test_a_row_does_not_wait_for_the_longest_of_its_batch(server):
-    """Short requests that come while long ones run are answered before these."""
-    order = []
-
-    def ask(name, tokens):
-        body = {"prompt": "a", "max_tokens": tokens, "logit_bias": {"0": -100}}
-        assert httpx.post(server.url + "/v1/completions", json=body, timeout=60).status_code == 200
-        order.append(name)
-
-    long = [lambda: ask("long", MAX_TOKENS) for _ in range(MAX_BATCH - 1)]
-    in_parallel(*long, *[lambda: [ask("short", 1) for _ in range(4)]])
-    assert order.index("long") >= 2
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -55,6 +55,15 @@ class Tokenizer:
         text: str = self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
+    def spell(self, token: int) -> str:
+        """A token by itself: its text or, where that is no whole characters, `bytes:\\xe6\\x97`, so that tokens differ."""
+        text = self.decode([token])
+        bytes_of = _byte_level_alphabet()
+        name = self.backend.id_to_token(int(token)) or ""
+        if "\ufffd" not in text or any(char not in bytes_of for char in name):
+            return text
+        return "bytes:" + "".join(f"\\x{bytes_of[char]:02x}" for char in name)
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """The largest id + 1: what n_vocab must reach."""
@@ -88,6 +97,15 @@ class Tokenizer:
     def _vocab(self) -> dict[str, int]:
         vocab: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         return vocab
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level BPE's tokens stands for, as GPT-2 introduced them: printable ones
+    stand for themselves, the others, in order, are 256 and on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 def load_tokenizer(path_or_name: str) -> Tokenizer:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a row got: the next part of its text (None where its logits were not finite), and whether it is the first."""
+    """A row got: the next part of its text (None where its logits were not finite), and whether it is the first."""
 
     row: int
     completion: Completion | None
@@ -102,7 +102,9 @@ class Batch:
 
     def read(self) -> list[Output]:
         """The next chunk of the oldest prompt that is not whole, in each replica; the last chunk brings a token."""
-        dp, parts, rows = self._mesh.shape[DP], [], []
+        dp = self._mesh.shape[DP]
+        parts: list[batching.Part] = []
+        rows: list[int] = []
         for row, text in self._texts.items():
             if text.whole or any(row % dp == other % dp for other in rows):
                 continue
@@ -112,7 +114,7 @@ class Batch:
             parts.append(batching.Part(self._place(row), ids, text.read, last, text.limit, stop, text.sampler))
             rows.append(row)
             text.read += len(ids)
-        chunk = batching.place_chunk(self._mesh, self.size, self.slots, parts, 1)
+        chunk = batching.place_chunk(self._mesh, self.size, self.slots, parts, 1, self._mode)
         self._rows, drawn = self._extend(self._params, self._rows, chunk, self._known)
         # One entry for each replica, empty where no row of it was fed.
         each = len(np.asarray(drawn.counts)) // dp

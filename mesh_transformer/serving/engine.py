@@ -4,9 +4,9 @@ A turn is: rows whose clients have gone are freed; who waits gets a free row; at
 is read; every running row gets its next tokens; what came is delivered. So a newcomer delays the others by one chunk,
 however long its prompt is.
 
-A device step that raises is answered to all whose texts were in the batch, which is then begun anew. After MOST_FAILURES
-in a row, or when that cannot be done, the engine has failed for good: everyone waiting is told, `state` says so, and the
-process is to end.
+A device step that raises is answered to all whose texts were in the batch, which is then begun anew. After
+MOST_FAILURES in a row, or when that cannot be done, the engine has failed for good: everyone waiting is told, `state`
+says so, and the process is to end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The server's life: a port of its own, the model loaded behind it, and an orderly end.
 
 The port is bound before anything slow is done. /health says `loading` until the model has compiled. SIGTERM and Ctrl-C
-drain: nothing new is taken, what is there is finished, for `Limits.drain` seconds at most; a second Ctrl-C ends at once.
+drain: nothing new is taken, what is there is finished, for `Limits.drain` seconds at most; a second one ends at once.
 An engine that has failed ends the process with EXIT_FAILED, one that could not load with EXIT_USER.
 """
 
@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise DeviceError(
-            f"cannot listen on {host}, port {port} ({error}): choose another with --host and --port, or stop what uses it"
+            f"cannot listen on {host}, port {port} ({error}): choose others with --host, --port, or end what uses it"
         ) from error
     return sock
 
@@ -60,7 +60,7 @@ class _Server(uvicorn.Server):
         if self._drain_until is not None:
             self.should_exit = self.force_exit = True
             return
-        # The engine is told in `on_tick`: a signal's handler must not wait for the lock that the code it broke into holds.
+        # The engine is told in `on_tick`: a handler must not wait for a lock that the code it broke into may hold.
         self._drain_until = time.monotonic() + self._drain
 
     async def on_tick(self, counter: int) -> bool:
@@ -103,7 +103,7 @@ def serve(
         logger.info("ended")
         code = EXIT_DONE
     if not ended:
-        # A step of the devices, or a compilation, that cannot be waited for: an interpreter that ends under it would crash.
+        # A step or a compilation that cannot be waited for: an interpreter's orderly end would crash in it.
         sys.stderr.flush()
         os._exit(code)
     return code

@@ -7,12 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """`max_batch`, texts that run at once; `max_queue`, texts that may wait beside them; of one request: `max_body`
-    bytes, `max_prompt` tokens of a prompt (of which the model reads the last `seq`), `max_tokens` new ones, `max_n`
-    completions of a prompt, `max_prompts` prompts, `timeout` seconds from its last byte to its answer's last.
+    """`max_batch`, texts that run at once; `max_queue`, texts that may wait beside them.
 
-    `chunk`: tokens of a prompt that are read at once, the longest that others wait for a newcomer; `body_timeout`: seconds
-    in which a body must have arrived; `drain`: seconds that running requests have to end after SIGTERM.
+    Of one request: `max_body` bytes, `max_prompt` tokens of a prompt (of which the model reads the last `seq`),
+    `max_tokens` new ones, `max_n` completions of a prompt, `max_prompts` prompts, `timeout` seconds from its last byte
+    to its answer's last.
+
+    `chunk`: tokens of a prompt that are read at once, the longest that others wait for a newcomer; `body_timeout`:
+    seconds in which a body must have arrived; `drain`: seconds that running requests have to end after SIGTERM.
     """
 
     max_batch: int = 8

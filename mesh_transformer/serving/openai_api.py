@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -119,6 +119,7 @@ class _Answer:
 
     def __init__(self, service: Service, asked: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.asked, self.prompts, self.n = asked, prompts, asked.n or 1
+        self._spell = service.tokenizer.spell
         self.texts = [_Choice(i, prompts[i // self.n], bool(asked.echo)) for i in range(self.n * len(prompts))]
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()),
@@ -127,7 +128,7 @@ class _Answer:
 
     def add(self, index: int, part: Completion) -> dict[str, Any]:
         """Notes a part; returns the choice that tells only it."""
-        return self.texts[index].add(part, self.asked.logprobs)
+        return self.texts[index].add(part, self.asked.logprobs, self._spell)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -160,7 +161,7 @@ class _Choice:
     finish_reason: str | None = None
     logprobs: dict[str, list[Any]] | None = None
 
-    def add(self, part: Completion, listed: int | None) -> dict[str, Any]:
+    def add(self, part: Completion, listed: int | None, spell: Callable[[int], str]) -> dict[str, Any]:
         """Notes a part; returns the choice that tells only it, with `listed` alternatives of each token."""
         lead = self.prompt.text if self.echo and not self.tokens and not self.text else ""
         self.text += lead + part.text
@@ -168,7 +169,7 @@ class _Choice:
         self.finish_reason = part.finish_reason
         new = None
         if listed is not None:
-            new = _logprobs(part.logprobs, listed)
+            new = _logprobs(part.logprobs, listed, spell)
             if self.logprobs is None:
                 self.logprobs = {key: [] for key in new}
             for key, values in new.items():
@@ -182,14 +183,14 @@ class _Choice:
         return {"text": text, "index": self.index, "logprobs": logprobs, "finish_reason": self.finish_reason}
 
 
-def _logprobs(tokens: Sequence[Token], listed: int) -> dict[str, list[Any]]:
+def _logprobs(tokens: Sequence[Token], listed: int, spell: Callable[[int], str]) -> dict[str, list[Any]]:
     """The lists of `schemas.Logprobs`; the drawn token is among its alternatives, as the OpenAI API has it."""
     alternatives = [
-        {token.text: _finite(token.logprob)} | {text: _finite(value) for _, text, value in reversed(token.top[:listed])}
+        {spell(token.id): _finite(token.logprob)} | {spell(i): _finite(x) for i, _, x in reversed(token.top[:listed])}
         for token in tokens
     ]
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [spell(token.id) for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": alternatives if listed else [None] * len(tokens),
         "text_offset": [token.offset for token in tokens],

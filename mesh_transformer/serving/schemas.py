@@ -45,7 +45,7 @@ def _stops(value: Any) -> list[str] | None:
     return list(map(_whole, found))
 
 
-_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_LENGTH}
+_STOP_SCHEMA: Any = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_LENGTH}
 Stop = Annotated[
     list[str] | None,
     BeforeValidator(_stops, json_schema_input_type=Any),
@@ -66,7 +66,9 @@ class CompleteRequest(_Request):
     top_p: Probability = Field(0.9, description="nucleus; 1 is off, 0 is greedy")
     temp: float = Field(0.75, ge=0, le=1e6, description="temperature; 0 is greedy")
     top_k: int | None = Field(None, ge=1, description="draw from the k most probable tokens only")
-    max_tokens: int | None = Field(None, ge=1, description="most new tokens; 256, or the server's limit if that is less")
+    max_tokens: int | None = Field(
+        None, ge=1, description="most new tokens; 256, or the server's limit if that is less"
+    )
     seed: Seed
     stop: Stop
 
@@ -96,7 +98,7 @@ def _many(value: list[Any]) -> bool:
     return bool(value) and (all(isinstance(x, str) for x in value) or all(_ids(x) for x in value))
 
 
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+_IDS_SCHEMA: Any = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 
 
 class StreamOptions(_Request):
@@ -128,14 +130,18 @@ class CompletionRequest(_Request):
     stop: Stop
     stream: bool | None = Field(False, description="answer as server-sent events")
     stream_options: StreamOptions | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="how many alternatives to tell of each token")
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="how many alternatives to tell of each token"
+    )
     echo: bool | None = Field(False, description="put the prompt in front of the completion")
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: float | None = Field(None, gt=0, le=100, description="above 1 lowers tokens that are there already")
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        Field(None, max_length=MOST_BIAS, description="added to the logits of these token ids")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, description="above 1 lowers tokens that are there already"
     )
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = Field(None, max_length=MOST_BIAS, description="added to the logits of these token ids")
     suffix: None = Field(None, description="not supported: must be null")
     user: Text | None = Field(None, description="taken and ignored")
 
