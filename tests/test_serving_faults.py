@@ -197,7 +197,7 @@ def test_sigterm_under_load_finishes_what_was_begun(faulty, faults):
     works = [lambda: ask(faulty, max_tokens=24) for _ in range(2 * MAX_BATCH)]
 
     def end():
-        wait_until(lambda: httpx.get(faulty.url + "/health").json()["waiting"] > 0)
+        wait_until(lambda: httpx.get(faulty.url + "/health").json()["waiting"] == MAX_BATCH)
         faulty.ask_to_end()
         wait_until(lambda: httpx.get(faulty.url + "/health").json()["status"] == "draining", 2)
         refused = ask(faulty)

@@ -56,7 +56,7 @@ class Tokenizer:
         return text
 
     def spell(self, token: int) -> str:
-        """A token by itself: its text or, where that is no whole characters, `bytes:\\xe6\\x97`, so that tokens differ."""
+        """A token by itself: its text or, where that is not whole characters, its bytes, as `bytes:\\xe6\\x97`."""
         text = self.decode([token])
         bytes_of = _byte_level_alphabet()
         name = self.backend.id_to_token(int(token)) or ""
