@@ -38,13 +38,17 @@ class DeviceBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def device_bytes(config: Config) -> DeviceBytes:
-    """What one device holds of the training state: its block of split parameters, the whole of others."""
-    held = sum(math.prod(kind.local_shape(config.mesh.cores_per_replica)) for kind in _kinds(config))
+def device_bytes(config: Config, dp: int = 1) -> DeviceBytes:
+    """What one device of `dp` replicas holds of the training state: its blocks of what is cut, the whole of others.
+
+    With zero_stage 1 moments are cut over the replicas too, with 3 weights and gradients as well.
+    """
+    mp, stage = config.mesh.cores_per_replica, config.mesh.zero_stage
+    whole, cut = (sum(math.prod(kind.local_shape(mp, parts)) for kind in _kinds(config)) for parts in (1, dp))
     return DeviceBytes(
-        weights=held * (BF16 if config.model.early_cast else F32),
-        gradients=held * F32,
-        optimizer=2 * held * (BF16 if config.optim.bf16_optimizer else F32),
+        weights=(cut if stage == 3 else whole) * (BF16 if config.model.early_cast else F32),
+        gradients=(cut if stage == 3 else whole) * F32,
+        optimizer=2 * (cut if stage else whole) * (BF16 if config.optim.bf16_optimizer else F32),
     )
 
 
@@ -63,7 +67,7 @@ def report(config: Config, n_devices: int | None = None) -> str:
     records = count_records(config.data.train_path)
     if records:
         config = resolve_epochs(config, records, dp)
-    held = device_bytes(config)
+    held = device_bytes(config, dp)
     desync = config.model.norm == "layernorm-desync"
     lines = [config.source or "config", f"checkpoints and metrics go to {config.run.directory}", ""]
     lines += _keys(config)

@@ -50,15 +50,43 @@ def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array
     # One reduction for both: the normaliser and the target's logit, which lives on one shard only.
     both = sum_over_shards(jnp.stack([exp.sum(-1), jnp.where(mine, found, 0.0)]))
     total, hit = both[0], both[1]
+    losses, log_z = losses_of(peak, total, hit, z_loss)
+    return _Chunk(losses, log_z, exp / total[:, None], column, mine, logits == peak[:, None])
+
+
+def losses_of(peak: jax.Array, total: jax.Array, hit: jax.Array, z_loss: str) -> tuple[PositionLosses, jax.Array]:
+    """Losses, and the weighted log of the normaliser that the z-loss squares, from a position's largest logit, its
+    sum of exp(logits - peak) and its target's logit less peak."""
     after_max = jnp.log(total)
     # QUIRK z-loss-after-max: the 2021 library penalises log(sum exp(logits - max)), not log Z.
     log_z = after_max + peak if z_loss == "log_z" else after_max
     weight = 0.0 if z_loss == "off" else Z_LOSS_WEIGHT
     losses = PositionLosses(after_max - hit, weight * jnp.square(log_z), (hit >= 0.0).astype(jnp.float32))
-    return _Chunk(losses, weight * log_z, exp / total[:, None], column, mine, logits == peak[:, None])
+    return losses, weight * log_z
 
 
-def _chunks(x: jax.Array, size: int) -> jax.Array:
+def logits_gradient(
+    probability: jax.Array,
+    log_z: jax.Array,
+    weight: jax.Array,
+    column: jax.Array,
+    mine: jax.Array,
+    at_peak: jax.Array,
+    z_loss: str,
+) -> jax.Array:
+    """Gradient [C, v] of sum(weight * (cross-entropy + z-loss)) with respect to the logits [C, v].
+
+    d/dlogits of the cross-entropy is p - onehot; of weight * log_z^2 it is 2 weight log_z p: the maximum gets no
+    gradient, unless UNSTOPPED. `column`: of the target, where it is `mine`.
+    """
+    grad = probability * (weight * (1.0 + 2.0 * log_z))[:, None]
+    if z_loss == UNSTOPPED:
+        grad = grad - jnp.where(at_peak, (weight * 2.0 * log_z)[:, None], 0.0)
+    rows = jnp.arange(column.shape[0])
+    return grad.at[rows, column].add(-jnp.where(mine, weight, 0.0))
+
+
+def chunks(x: jax.Array, size: int) -> jax.Array:
     """[N, ...] -> [N/C, C, ...], padded with zeros at the end."""
     padding = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
     x = jnp.pad(x, padding) if padding[0][1] else x
@@ -74,7 +102,7 @@ def position_losses(
     def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, PositionLosses]:
         return None, _chunk(inputs[0], w_Dv, b_v, inputs[1], z_loss).losses
 
-    _, out = lax.scan(step, None, (_chunks(h_ND, size), _chunks(target_N, size)))
+    _, out = lax.scan(step, None, (chunks(h_ND, size), chunks(target_N, size)))
     return PositionLosses(*(x.reshape(-1)[: h_ND.shape[0]] for x in out))
 
 
@@ -99,12 +127,7 @@ def _weighted_loss_forward(
         grad_w, grad_b = carry
         h_CD, target_C, weight_C = inputs
         c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss)
-        # d/dlogits of ce is p - onehot; of weight * log_z^2 it is 2 weight log_z p (the maximum gets no gradient).
-        grad = c.probability * (weight_C * (1.0 + 2.0 * c.log_z))[:, None]
-        if z_loss == UNSTOPPED:
-            grad = grad - jnp.where(c.at_peak, (weight_C * 2.0 * c.log_z)[:, None], 0.0)
-        rows = jnp.arange(target_C.shape[0])
-        grad = grad.at[rows, c.column].add(-jnp.where(c.mine, weight_C, 0.0))
+        grad = logits_gradient(c.probability, c.log_z, weight_C, c.column, c.mine, c.at_peak, z_loss)
         narrow = grad.astype(h_CD.dtype)
         grad_h = jnp.dot(narrow, w_Dv.astype(h_CD.dtype).T, preferred_element_type=jnp.float32).astype(h_CD.dtype)
         grad_w = grad_w + jnp.dot(h_CD.T, narrow, preferred_element_type=jnp.float32)
@@ -112,7 +135,7 @@ def _weighted_loss_forward(
 
     zeros = (jnp.zeros(w_Dv.shape, jnp.float32), jnp.zeros(b_v.shape, jnp.float32))
     start = varying(zeros)  # typed like the gradients that are added to them
-    inputs = (_chunks(h_ND, size), _chunks(target_N, size), _chunks(weight_N, size))
+    inputs = (chunks(h_ND, size), chunks(target_N, size), chunks(weight_N, size))
     (grad_w, grad_b), (grad_h, losses) = lax.scan(step, start, inputs)
     n = h_ND.shape[0]
     losses = PositionLosses(*(x.reshape(-1)[:n] for x in losses))

@@ -25,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import attention, parameters
+from mesh_transformer.collected_vocabulary import collected_rows
 from mesh_transformer.collectives import (
     copy_to_shards,
     gather_from_replicas,
@@ -184,7 +185,7 @@ class ShardModule(hk.Module):
         """
         if self.zero == 1:
             return params
-        axes = {kind.name: kind.zero_axis for kind in self.kinds() if kind.zero_axis is not None}
+        axes = {k.name: k.zero_axis for k in self.kinds() if k.zero_axis is not None and k.name in params}
         probe = varying(jnp.float32(0)) if probe is None else probe
         whole = {name: gather_from_replicas(params[name], axis, dtype, probe) for name, axis in axes.items()}
         return {**params, **{name: checkpoint_name(x, GATHERED) for name, x in whole.items()}}
@@ -197,13 +198,17 @@ class EmbeddingShard(ShardModule):
         self, tokens_T: jax.Array, position_T: jax.Array, dtype: jnp.dtype, probe: jax.Array | None = None
     ) -> jax.Array:
         """ids [T] and their positions [T] (int32) -> [T, D], equal on all shards."""
-        params = self.gather(self.params(), probe, jnp.float32)  # which the rows are summed in
+        params: LayerParams = self.params()
         rows = params["w"].shape[0]
         local = tokens_T - shard_index() * rows
         mine = (local >= 0) & (local < rows)
-        part = jnp.take(params["w"], jnp.where(mine, local, 0), axis=0).astype(jnp.float32)
-        part = jnp.where(mine[:, None], part, 0.0)
+        row = jnp.where(mine, local, 0)
+        if self.zero > 1:
+            part = collected_rows(params["w"], row, mine, varying(jnp.float32(0)) if probe is None else probe)
+        else:
+            part = jnp.where(mine[:, None], jnp.take(params["w"], row, axis=0).astype(jnp.float32), 0.0)
         if "pos_embs" in params:
+            params = self.gather({"pos_embs": params["pos_embs"], "b": params["b"]}, probe, jnp.float32)
             # Each shard's columns, placed among zeros, ride on the sum that the embedding needs anyway.
             columns = params["pos_embs"].shape[1]
             block = jnp.take(params["pos_embs"], position_T, axis=0).astype(jnp.float32)
@@ -232,5 +237,10 @@ class ProjectionShard(ShardModule):
 
     def __call__(self, x_TD: jax.Array, probe: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The normalised stream [T, D] as this shard reads it, w [D, v], b [v]."""
-        params = self.gather(self.params(), probe, x_TD.dtype)
+        h_TD, w, b = self.uncollected(x_TD)
+        return h_TD, self.gather({"w": w}, probe, x_TD.dtype)["w"], b
+
+    def uncollected(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As a call, but of w what this replica holds, [D/P, v] on P replicas."""
+        params = self.params()
         return normalise(x_TD, params, self.model.norm), params["w"], params["b"]

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import attention, fused_attention, optimizer, parameters, steps
+from mesh_transformer.collected_vocabulary import collected_loss
 from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_interpreter
 from mesh_transformer.cross_entropy import UNSTOPPED, PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
@@ -93,12 +94,14 @@ class CausalTransformerShard(hk.Module):
         self, probe: jax.Array, obs_BS: jax.Array, target_BS: jax.Array, weight_BS: jax.Array
     ) -> tuple[jax.Array, PositionLosses]:
         """Weighted sum of the losses, float32 [], and each position's, [B, S]."""
-        h_TD, w, b = self.projection(self.hidden(obs_BS, probe=probe), probe)
+        h_TD, w, b = self.projection.uncollected(self.hidden(obs_BS, probe=probe))
         unstopped = self.model.v2_merged_heads is not None and self.model.z_loss == "reference"
         z_loss = UNSTOPPED if unstopped else self.model.z_loss
-        total, losses = weighted_loss(
-            h_TD, w, b, target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk, z_loss
-        )
+        target, weight, chunk = target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk
+        if self.projection.zero > 1:
+            total, losses = collected_loss(h_TD, w, b, probe, target, weight, chunk, z_loss)
+        else:
+            total, losses = weighted_loss(h_TD, w, b, target, weight, chunk, z_loss)
         return total, _by_sequence(losses, obs_BS.shape)
 
     def evaluate(self, obs_BS: jax.Array, target_BS: jax.Array, ctx_length_B: jax.Array) -> PositionLosses:

@@ -34,13 +34,13 @@ LAYERS: list[set[str]] = [
     {"command_line", "progress"},
     {"config_fields", "config_rules", "config_groups", "config", "storage", "storage_errors", "gcs"},
     {"mesh", "parameters", "collectives", "state"},
-    {"attention", "fused_attention", "cross_entropy", "layers", "optimizer", "steps"},
+    {"attention", "fused_attention", "cross_entropy", "collected_vocabulary", "layers", "optimizer", "steps"},
     {"transformer_shard"},
     {"transformer_zero"},
     {"sampler", "sampling", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
     {"generation"},
     {"answer", "completion", "inference", "prompt_files"},
-    {"config_records", "config_report", "training", "serving"},
+    {"config_records", "config_report", "planning", "training", "serving"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {

@@ -1,0 +1,1 @@
+"""What a training step will take before it is run: read from the program that XLA compiled."""
