@@ -40,8 +40,8 @@ def schedule(optim: OptimConfig) -> optax.Schedule:
 def init(params: Params) -> OptimizerState:
     """Fresh moments for float32 `params`; placed like them when traced under jit with their shardings."""
     zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
-    zero = jnp.zeros([], jnp.int32)
-    return OptimizerState(zero, zeros(), zeros(), zero)
+    # Two arrays, not one twice: a buffer that a step donates can be given away once.
+    return OptimizerState(jnp.zeros([], jnp.int32), zeros(), zeros(), jnp.zeros([], jnp.int32))
 
 
 def of(state: TrainState) -> OptimizerState:

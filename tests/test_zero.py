@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import batch_of, mesh_of, network_of, tiny
 from invariance_tools import compare, trained
+from training_tools import ROOT, Run, equal, interrupt_at
 
 from mesh_transformer import load_config, make_mesh, parameters, steps
 from mesh_transformer.config import Config, ModelConfig, check_mesh
@@ -200,3 +204,34 @@ def test_counting_takes_loops_into_account() -> None:
     mapped = jax.jit(jax.shard_map(program, mesh=mesh_of(1, 4), in_specs=columns, out_specs=whole))
     (found,) = collectives(mapped.lower(jnp.ones((7, 8))).compile().as_text())
     assert (found.kind, found.count, found.bytes, found.group_size) == ("all-reduce", 7, 8, 4)
+
+
+# Through device_train.py
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_run_with_stage_3_stops_and_resumes_bit_for_bit(
+    version: int, training_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"version": version, "zero_stage": 3, "d_head": 6 if version == 2 else None, "ckpt_format": "shards"}
+    straight = Run(tmp_path / "straight", training_data, **keys)
+    assert straight() == 0
+    stopped = Run(tmp_path / "stopped", training_data, **keys)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3)
+        assert stopped() == 75
+    assert stopped() == 0
+    assert stopped.trace == straight.trace
+    assert equal(stopped.tensors(6), straight.tensors(6))
+
+
+def test_sixteen_shards(training_data: Path, tmp_path: Path) -> None:
+    """More model-parallel parts than the 2021 library's eight; a process of its own, for its sixteen devices."""
+    run = Run(tmp_path / "run", training_data, n_heads=16, cores_per_replica=16, pe_rotary_dims=2, total_steps=1)
+    arguments = [*run.arguments(), "--devices", "16"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "device_train.py", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mesh dp 1 x mp 16" in done.stderr
+    assert len(list((tmp_path / "run").glob("**/step_1/shard_*"))) == 16

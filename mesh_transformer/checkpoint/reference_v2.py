@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from mesh_transformer import optimizer as optimizers
 from mesh_transformer import parameters, storage
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.npz import NpzReader
+from mesh_transformer.checkpoint.shards import fresh_optimizer
 from mesh_transformer.errors import CheckpointError
 from mesh_transformer.mesh import MP, replicated
 from mesh_transformer.parameters import EMBEDDING, LAYERS, PROJECTION
@@ -111,7 +111,7 @@ def read_step(
             opt_state = OptimizerState(scalar(count), mu, nu, scalar(updates))
     elif optimizer:
         logger.warning("%s holds no optimizer state, so Adam starts fresh", path)
-        opt_state = optimizers.init(params)
+        opt_state = fresh_optimizer(params, model, mesh, zero_stage)
     return TrainState(params, opt_state, scalar(found.step))
 
 

@@ -80,11 +80,11 @@ def read_step(
         )
     elif optimizer:
         logger.warning("%s is slim: it holds no optimizer state, so Adam starts fresh", path)
-        opt_state = _fresh_optimizer(params, model, mesh, zero_stage)
+        opt_state = fresh_optimizer(params, model, mesh, zero_stage)
     return TrainState(params, opt_state, scalar(layout.STEP))
 
 
-def _fresh_optimizer(params: Params, model: ModelConfig, mesh: Mesh, zero_stage: int) -> OptimizerState:
+def fresh_optimizer(params: Params, model: ModelConfig, mesh: Mesh, zero_stage: int) -> OptimizerState:
     """Zero moments, placed as the stage wants them."""
     specs = parameters.storage_specs(model, int(mesh.shape[MP]), zero_stage, moments=True)
     placed: Any = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
