@@ -181,7 +181,7 @@ def test_stage_3_moves_three_times_the_weights_per_microbatch(microbatches: int)
     one_layer = microbatches * one.model.layers
     over_mp = [c for c in found if c.kind == "all-reduce" and c.group_size == 2 and "/hidden/" in c.source]
     scanned = [c for c in over_mp if "embedding_shard" not in c.source]
-    assert sum(c.count for c in scanned) == 2 * one_layer, "one reduction per layer each way"
+    assert sum(c.runs for c in scanned) == 2 * one_layer, "one reduction per layer each way"
 
 
 def test_stage_1_moves_what_stage_0_does_once_a_step() -> None:
@@ -203,7 +203,7 @@ def test_counting_takes_loops_into_account() -> None:
     columns, whole = jax.sharding.PartitionSpec(None, "mp"), jax.sharding.PartitionSpec()
     mapped = jax.jit(jax.shard_map(program, mesh=mesh_of(1, 4), in_specs=columns, out_specs=whole))
     (found,) = collectives(mapped.lower(jnp.ones((7, 8))).compile().as_text())
-    assert (found.kind, found.count, found.bytes, found.group_size) == ("all-reduce", 7, 8, 4)
+    assert (found.kind, found.runs, found.bytes, found.group_size) == ("all-reduce", 7, 8, 4)
 
 
 # Through device_train.py

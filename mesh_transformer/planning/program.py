@@ -27,20 +27,20 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 
 
 class Collective(NamedTuple):
-    """One operation: its kind; the `groups` of devices, as XLA writes them; `count`, how often a step runs it; `bytes`
+    """One operation: its kind; the `groups` of devices, as XLA writes them; `runs`, how often a step does it; `bytes`
     of one run's whole value (what is gathered, reduced, or reduced before it is scattered) on one device; `source`,
     where in the program it comes from."""
 
     kind: str
     groups: str
-    count: int
+    runs: int
     bytes: int
     source: str
 
     @property
     def total(self) -> int:
         """Bytes of a whole step."""
-        return self.count * self.bytes
+        return self.runs * self.bytes
 
     @property
     def group_size(self) -> int:
