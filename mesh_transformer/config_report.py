@@ -27,7 +27,7 @@ F32, BF16 = 4, 2  # bytes of a number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
-    """Bytes that one device holds through a whole run; activations come on top."""
+    """Bytes that one device holds through a whole run; activations come on top, see `activation_lines`."""
 
     weights: int
     gradients: int
@@ -50,6 +50,22 @@ def device_bytes(config: Config, dp: int = 1) -> DeviceBytes:
         gradients=(cut if stage == 3 else whole) * F32,
         optimizer=2 * (cut if stage else whole) * (BF16 if config.optim.bf16_optimizer else F32),
     )
+
+
+def activations(config: Config) -> str:
+    """About what one device needs for the activations of one microbatch, as the config or the platform decides."""
+    from mesh_transformer.memory import activation_bytes
+
+    model, mesh = config.model, config.mesh
+    dtype = model.compute_dtype or "bfloat16"
+    itemsize = F32 if dtype == "float32" else BF16
+    tokens = mesh.per_replica_batch * model.seq
+    choices = ("dots", "full") if model.remat == "auto" else (model.remat,)
+    needed = {remat: activation_bytes(model, mesh.cores_per_replica, tokens, remat, itemsize) for remat in choices}
+    about = " or ".join(f"about {size(count, exact=False)} with remat {remat}" for remat, count in needed.items())
+    # XLA computes bfloat16 in float32 on a CPU, and keeps it so.
+    twice = "" if itemsize == F32 else "; on a CPU twice as much"
+    return f"{about}, in {dtype}{twice}"
 
 
 def _kinds(config: Config) -> tuple[Kind, ...]:
@@ -82,10 +98,11 @@ def report(config: Config, n_devices: int | None = None) -> str:
         f"update            {_batch(config, dp)}",
         f"parameters        {parameters.count(config.model, mp):,}"
         + (f" (each of the {mp} parts has its own norms)" if desync else " (the same on every mesh)"),
-        f"per device        {size(held.total)}, activations not counted",
+        f"per device        {size(held.total)}, and activations on top",
         f"  weights         {size(held.weights)}",
         f"  gradients       {size(held.gradients)}",
         f"  optimizer       {size(held.optimizer)}",
+        f"  activations     {activations(config)}",
         "",
         *schedule_lines(config, dp, records),
     ]
@@ -197,12 +214,13 @@ def _advice_on_validation(config: Config, dp: int) -> list[str]:
     return found
 
 
-def size(count: int) -> str:
-    """Bytes for people, in binary units."""
+def size(count: int, exact: bool = True) -> str:
+    """Bytes for people, in binary units; `exact`: and as they are."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, _ = value / 1024, units.pop(0)
-    return f"{count} B" if units[0] == "B" else f"{value:.2f} {units[0]} ({count:,} bytes)"
+    rounded = f"{count} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+    return f"{rounded} ({count:,} bytes)" if exact and units[0] != "B" else rounded
 
 
 def markdown() -> str:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import attention, fused_attention, optimizer, parameters, steps
+from mesh_transformer import attention, fused_attention, memory, optimizer, parameters, steps
 from mesh_transformer.collected_vocabulary import collected_loss
 from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_interpreter
 from mesh_transformer.cross_entropy import UNSTOPPED, PositionLosses, position_losses, weighted_loss
@@ -387,5 +387,5 @@ def _remat_for(config: Config, mesh: Mesh, dtype: str, device: jax.Device) -> st
     parts = {0: 1, 1: 16 / (8 + 8 / mesh.shape[DP]), 3: mesh.shape[DP]}[config.mesh.zero_stage]
     state = parameters.count(model, mp) / mp * 16 / parts
     tokens = config.mesh.per_replica_batch * model.seq
-    kept = model.layers * tokens * (model.d_model + (4 * model.d_model + model.d_ff) / mp) * jnp.dtype(dtype).itemsize
+    kept = memory.kept_bytes(model, mp, tokens, "dots", jnp.dtype(dtype).itemsize)
     return "dots" if state + 1.3 * kept < 0.85 * limit else "full"

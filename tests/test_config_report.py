@@ -60,6 +60,19 @@ def test_bytes_per_device_by_hand():
     assert device_bytes(load_config({**TINY, "early_cast": True})).weights == 2 * held
 
 
+def test_activations_by_hand():
+    """28 layers of 4096, 2048 positions, 8 shards: every layer's input in bfloat16, and one layer's work."""
+    keys = {"layers": 28, "d_model": 4096, "n_heads": 16, "n_vocab": 50400, "seq": 2048, "per_replica_batch": 1}
+    config = load_config({**TINY, **keys, "cores_per_replica": 8, "remat": "full"})
+    unit = 2048 * 4096 * 2
+    expected = 28 * unit + unit * (8 + (2 + 2 * 4) // 8) + unit // 4 + 2048 * 1024 * 16 // 8 * 4
+    assert shown(report(config, 8), "activations") == (
+        f"about {size(expected, exact=False)} with remat full, in bfloat16; on a CPU twice as much"
+    )
+    auto = shown(report(load_config({**TINY, **keys, "compute_dtype": "float32"}), 8), "activations")
+    assert auto.endswith("in float32") and " with remat dots or about " in auto
+
+
 def test_mesh_and_batch():
     text = report(load_config(TINY), 8)
     assert shown(text, "mesh") == "dp 2 x mp 4: 2 replicas of 4 devices, 2 heads on each device"

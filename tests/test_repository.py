@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"command_line", "progress"},
     {"config_fields", "config_rules", "config_groups", "config", "storage", "storage_errors", "gcs"},
-    {"mesh", "parameters", "collectives", "state"},
+    {"mesh", "parameters", "collectives", "state", "memory"},
     {"attention", "fused_attention", "cross_entropy", "collected_vocabulary", "layers", "optimizer", "steps"},
     {"transformer_shard"},
     {"transformer_zero"},

@@ -1,0 +1,35 @@
+"""What the config's report says of activations, against what XLA plans for the compiled training step."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from conftest import network_of
+
+from mesh_transformer import memory, optimizer, parameters, steps, transformer_shard
+from mesh_transformer.state import TrainState
+
+SIZES = {"layers": 6, "d_model": 128, "n_vocab": 512, "seq": 256, "pe_rotary_dims": 16, "per_replica_batch": 4}
+
+
+def planned(mp, **changes):
+    """Bytes that the compiled step takes besides its arguments and the gradient; and the network."""
+    net = network_of(1, mp, **SIZES, **changes)
+    kinds = parameters.kinds(net.model, mp)
+    params = parameters.tree((kind, jax.ShapeDtypeStruct(kind.shape, np.float32)) for kind in kinds)
+    state = TrainState(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), np.int32))
+    shape = (1, SIZES["per_replica_batch"], SIZES["seq"])
+    batch = steps.Batch(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in (np.int32, np.int32, np.float32)))
+    step = transformer_shard.train_step(net.model, net.config.optim, net.mesh).lower(state, batch).compile()
+    gradient = 4 * sum(math.prod(kind.local_shape(mp)) for kind in kinds)
+    return step.memory_analysis().temp_size_in_bytes - gradient, net.model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mp", "remat"), [(1, "full"), (1, "dots"), (4, "dots"), (4, "none")])
+def test_activations_are_about_what_the_compiler_plans(mp, remat):
+    found, model = planned(mp, remat=remat)
+    tokens = SIZES["per_replica_batch"] * SIZES["seq"]
+    expected = memory.activation_bytes(model, mp, tokens, remat, 4)
+    assert expected == pytest.approx(found, rel=0.25)
