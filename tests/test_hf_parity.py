@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from conftest import network_of, tokens_of
@@ -13,8 +14,9 @@ from hf_tools import write_step
 
 from mesh_transformer.checkpoint.huggingface import convert
 
-pytest.importorskip("torch", reason="torch is not installed (requirements-peers.txt)")
-pytest.importorskip("transformers", reason="transformers is not installed (requirements-peers.txt)")
+torch = pytest.importorskip("torch", reason="torch is not installed (the extra 'peers')")
+pytest.importorskip("transformers", reason="transformers is not installed (the extra 'peers')")
+torch.set_num_threads(1)  # its threads wait for each other in loops, which costs minutes where cores are few or busy
 
 SEQ, PROMPT, NEW = 32, 9, 20
 # d_model, heads, layers, rotary dimensions, shards. Heads are of 8 to 48 dimensions; rotary turns all of them, half,
@@ -51,15 +53,11 @@ def peer_of(folder, **options):
 
 
 def logits_of(peer, tokens):
-    import torch
-
     with torch.no_grad():
         return peer(input_ids=torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
 
 
 def continued(peer, tokens, count):
-    import torch
-
     out = peer.generate(
         torch.from_numpy(tokens.astype(np.int64)), attention_mask=torch.ones(tokens.shape, dtype=torch.int64),
         max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -74,6 +72,16 @@ def sizes_of(case):
     }  # fmt: skip
 
 
+@pytest.fixture
+def quickly_compiled():
+    """Every case is a program of its own, run once: making its machine code fast would take most of the time."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
 def test_logits_and_greedy_tokens(tmp_path, case):
     shards, sizes = sizes_of(case)
@@ -107,7 +115,6 @@ def test_the_keys_are_those_of_the_current_class(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32")])
 def test_it_loads_in_its_own_type(tmp_path, dtype, name):
-    import torch
     from safetensors.torch import load_file
 
     config, _ = write_step(tmp_path / "step_7", 2)

@@ -1,5 +1,7 @@
 """Re-sharding: any number of shards in, any out, against the 2021 layout written out by hand."""
 
+import shutil
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -39,17 +41,30 @@ def long_form(grid, short):
     return [case if case in short else pytest.param(*case, marks=pytest.mark.long) for case in grid]
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """(config, step folder as the 2021 library would have written it) of values on so many shards; made once each."""
+    config = load_config(config_file(tmp_path_factory.mktemp("config"), **WIDE))
+    made = {}
+
+    def write(values, shards):
+        if (values, shards) not in made:
+            made[values, shards] = tmp_path_factory.mktemp(f"{values}{shards}") / "step_9"
+            write_2021(made[values, shards], config.model, state_of(config.model, values), shards)
+        return config, made[values, shards]
+
+    return write
+
+
 @pytest.mark.parametrize(("m", "n", "values"), long_form(GRID, SHORT))
-def test_every_pair_and_back(tmp_path, m, n, values):
+def test_every_pair_and_back(published, tmp_path, m, n, values):
     """The new files are those that the 2021 library would have written on that many shards, moments included."""
-    config = load_config(config_file(tmp_path, **WIDE))
-    state = state_of(config.model, values)
-    write_2021(tmp_path / "in" / "step_9", config.model, state, m)
-    write_2021(tmp_path / "expected", config.model, state, n)
-    there = convert.reshard(tmp_path / "in" / "step_9", tmp_path / "out", n, config=config)
-    assert_same_arrays(there.path, tmp_path / "expected", n)
+    (config, source), (_, expected) = published(values, m), published(values, n)
+    there = convert.reshard(source, tmp_path / "out", n, config=config)
+    assert_same_arrays(there.path, expected, n)
     back = convert.reshard(tmp_path / "out", tmp_path / "back", m, config=config)
-    assert_same_arrays(back.path, tmp_path / "in" / "step_9", m)
+    assert_same_arrays(back.path, source, m)
+    shutil.rmtree(tmp_path)  # a hundred of them would lie about
 
 
 NORM_GRID = [(norm, pe) for norm in NORMS for pe in POSITIONS]
