@@ -75,10 +75,9 @@ def sizes_of(case):
 @pytest.fixture
 def quickly_compiled():
     """Every case is a program of its own, run once: making its machine code fast would take most of the time."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.usefixtures("quickly_compiled")

@@ -27,7 +27,9 @@ def planned(mp, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mp", "remat"), [(1, "full"), (1, "dots"), (4, "dots"), (4, "none")])
+@pytest.mark.parametrize(("mp", "remat"), [
+    (1, "dots"), (4, "full"), *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, "full"), (4, "none")])
+])  # fmt: skip
 def test_activations_are_about_what_the_compiler_plans(mp, remat):
     found, model = planned(mp, remat=remat)
     tokens = SIZES["per_replica_batch"] * SIZES["seq"]
