@@ -243,7 +243,7 @@ class RunConfig:
     max_skipped: int = key(INT, 10, "non-finite batches in a row before the run stops", low=1, unit="batches")
     noise_scale_alpha: float = key(FLOAT, 0.01, "weight of a new step in the noise scale's averages", above=0, high=1)
     eval_harness_tasks: tuple[str, ...] = key(
-        STRINGS, (), "evaluation harness tasks to run in training; not available so far", null=()
+        STRINGS, (), "evaluation harness tasks, or their YAML files, to run in training", null=()
     )
     eval_only: bool = key(BOOL, False, "load without optimizer; refused in training")
     early_collect: bool = key(

@@ -22,7 +22,8 @@ UNSTOPPED = "reference with a gradient at the maximum"
 
 
 class PositionLosses(NamedTuple):
-    """Per position, float32 [N]: cross-entropy, the z-loss with its weight, and 1 where the target is the arg-max."""
+    """Per position, float32 [N]: cross-entropy, the z-loss with its weight, and 1 where the target is the arg-max: of
+    equal logits the first one, which is also what greedy decoding takes (in training any of them)."""
 
     cross_entropy: jax.Array
     z_loss: jax.Array
@@ -38,7 +39,8 @@ class _Chunk(NamedTuple):
     at_peak: jax.Array
 
 
-def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array, z_loss: str) -> _Chunk:
+def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array, z_loss: str, ties: bool) -> _Chunk:
+    """`ties`: whether `correct` looks for equal logits of lower ids, which is one more pass over the logits."""
     logits = jnp.dot(h_CD, w_Dv.astype(h_CD.dtype), preferred_element_type=jnp.float32)
     logits = logits + b_v.astype(jnp.float32)[None, :]
     peak = max_over_shards(jnp.max(logits, axis=-1))
@@ -47,11 +49,17 @@ def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array
     mine = (local >= 0) & (local < w_Dv.shape[1])
     column = jnp.where(mine, local, 0)
     found = jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] - peak
-    # One reduction for both: the normaliser and the target's logit, which lives on one shard only.
-    both = sum_over_shards(jnp.stack([exp.sum(-1), jnp.where(mine, found, 0.0)]))
-    total, hit = both[0], both[1]
+    at_peak = logits == peak[:, None]
+    # One reduction for all: the normaliser, the target's logit, which lives on one shard only, and ties before it.
+    sums = [exp.sum(-1), jnp.where(mine, found, 0.0)]
+    if ties:
+        before = jnp.arange(w_Dv.shape[1], dtype=jnp.int32)[None, :] < local[:, None]
+        sums.append(jnp.sum((at_peak & before).astype(jnp.float32), axis=-1))
+    total, hit, *equal = sum_over_shards(jnp.stack(sums))
     losses, log_z = losses_of(peak, total, hit, z_loss)
-    return _Chunk(losses, log_z, exp / total[:, None], column, mine, logits == peak[:, None])
+    if ties:
+        losses = losses._replace(correct=losses.correct * (equal[0] == 0.0))
+    return _Chunk(losses, log_z, exp / total[:, None], column, mine, at_peak)
 
 
 def losses_of(peak: jax.Array, total: jax.Array, hit: jax.Array, z_loss: str) -> tuple[PositionLosses, jax.Array]:
@@ -100,7 +108,7 @@ def position_losses(
     size = min(chunk, h_ND.shape[0])
 
     def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, PositionLosses]:
-        return None, _chunk(inputs[0], w_Dv, b_v, inputs[1], z_loss).losses
+        return None, _chunk(inputs[0], w_Dv, b_v, inputs[1], z_loss, ties=True).losses
 
     _, out = lax.scan(step, None, (chunks(h_ND, size), chunks(target_N, size)))
     return PositionLosses(*(x.reshape(-1)[: h_ND.shape[0]] for x in out))
@@ -126,7 +134,7 @@ def _weighted_loss_forward(
     def step(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
         grad_w, grad_b = carry
         h_CD, target_C, weight_C = inputs
-        c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss)
+        c = _chunk(h_CD, w_Dv, b_v, target_C, z_loss, ties=False)
         grad = logits_gradient(c.probability, c.log_z, weight_C, c.column, c.mine, c.at_peak, z_loss)
         narrow = grad.astype(h_CD.dtype)
         grad_h = jnp.dot(narrow, w_Dv.astype(h_CD.dtype).T, preferred_element_type=jnp.float32).astype(h_CD.dtype)

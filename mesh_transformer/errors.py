@@ -36,5 +36,9 @@ class CheckpointError(MeshTransformerError, ValueError):
     """A checkpoint is missing, incomplete, corrupt, or belongs to another model or run."""
 
 
+class EvaluationError(MeshTransformerError, ValueError):
+    """A task, or what evaluating it needs, is missing or cannot be used."""
+
+
 class NonFiniteError(MeshTransformerError):
     """Too many steps in a row had a gradient that is not finite."""

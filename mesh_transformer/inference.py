@@ -129,15 +129,25 @@ def start_mesh(config: Config, platform: str | None, devices: int | None) -> jax
 
 
 def load_network(config: Config, mesh: jax.sharding.Mesh, step_dirs: Sequence[str]) -> CausalTransformer:
-    """The network with the weights of the first step that is good, or with random ones from the config's seed.
+    """The network of `load_step` alone."""
+    return load_step(config, mesh, step_dirs)[0]
+
+
+def load_step(
+    config: Config, mesh: jax.sharding.Mesh, step_dirs: Sequence[str], masters: bool = False
+) -> tuple[CausalTransformer, str | None]:
+    """The network with the weights of the first step that is good, and that step; or with random weights, and None.
 
     step_dirs: as from `choose_steps`, one run's; a damaged one is passed over with a warning while there are others.
+    Random weights, where there are no steps, are those of the config's seed.
     There is no optimizer state, and weights are kept in the compute dtype, a quarter of training's memory at most; with
-    `early_cast` in bfloat16 whatever that is.
+    `early_cast` in bfloat16 whatever that is; with `masters` in float32, as training has them.
     """
     # Weights alone are whole on every replica: what ZeRO cuts is the training state.
     network = network_of(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, zero_stage=0)), mesh)
     dtype = jnp.dtype(jnp.bfloat16 if config.model.early_cast else network.model.compute_dtype)
+    if masters:
+        dtype = jnp.dtype(jnp.float32)
     if step_dirs:
 
         def read(path: str) -> TrainState:
@@ -147,8 +157,8 @@ def load_network(config: Config, mesh: jax.sharding.Mesh, step_dirs: Sequence[st
 
         network.state, (path, *_) = _first_good(step_dirs, read)
         logger.info("weights from %s", path)
-    else:
-        params = jax.tree.map(lambda x: x.astype(dtype), init_params(network.model, mesh, config.run.seed))
-        network.state = TrainState(params, None, steps.place(mesh, jax.sharding.PartitionSpec(), np.int32(0)))
-        logger.info("random weights: what follows is noise")
-    return network
+        return network, path
+    params = jax.tree.map(lambda x: x.astype(dtype), init_params(network.model, mesh, config.run.seed))
+    network.state = TrainState(params, None, steps.place(mesh, jax.sharding.PartitionSpec(), np.int32(0)))
+    logger.info("random weights: what follows is noise")
+    return network, None

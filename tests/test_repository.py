@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"sampler", "sampling", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
     {"generation"},
     {"answer", "completion", "inference", "prompt_files"},
-    {"config_records", "config_report", "planning", "training", "serving"},
+    {"config_records", "config_report", "planning", "training", "serving", "evaluation"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {

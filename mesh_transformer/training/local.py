@@ -34,6 +34,8 @@ from mesh_transformer.errors import (
     MeshTransformerError,
     NonFiniteError,
 )
+from mesh_transformer.evaluation import in_training
+from mesh_transformer.evaluation.in_training import TaskEvaluation
 from mesh_transformer.mesh import DP, MP, choose_platform, describe, find_devices, make_mesh
 from mesh_transformer.state import TrainState
 from mesh_transformer.training import data_sets, start, trackers
@@ -93,6 +95,8 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         check_training(config)
         check_interpreter()
         trackers.check_packages(config)
+        with watchdog.phase("loading eval_harness_tasks"):
+            tasks = in_training.of(config)
         with watchdog.phase("looking at the data files"):
             records = data_sets.check_data(config)
         stack.callback(records.close)
@@ -109,7 +113,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         if _is_done(begin, store, watchdog, request.strict):
             return EXIT_DONE
         if request.dry_run:
-            return _Session(request, begin, store, mesh, watchdog, command).try_out()
+            return _Session(request, begin, store, mesh, watchdog, command, tasks).try_out()
         stack.enter_context(store.hold())
         if store.steps() != seen:  # another trainer has got further, or has begun, before the folder was this one's
             begin = decide()
@@ -119,7 +123,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
             question = f"Delete the run at step {store.latest()} in {store.model_dir} and start over?"
             if not ask(question):
                 raise ConfigError(f"--new was not agreed to; the run in {store.model_dir} stays")
-        return _Session(request, begin, store, mesh, watchdog, command).run()
+        return _Session(request, begin, store, mesh, watchdog, command, tasks).run()
 
 
 def _is_done(begin: Start, store: CheckpointStore, watchdog: Watchdog, strict: bool) -> bool:
@@ -182,10 +186,10 @@ class _Session:
 
     def __init__(
         self, request: Request, begin: Start, store: CheckpointStore, mesh: jax.sharding.Mesh, watchdog: Watchdog,
-        command: Sequence[str],
+        command: Sequence[str], tasks: TaskEvaluation | None,
     ) -> None:  # fmt: skip
         self._request, self._begin, self._store, self._mesh = request, begin, store, mesh
-        self._watchdog, self._command = watchdog, command
+        self._watchdog, self._command, self._tasks = watchdog, command, tasks
         self._config = begin.config
         self._stop = StopRequest()
 
@@ -251,6 +255,7 @@ class _Session:
             stop=self._stop,
             watchdog=self._watchdog,
             validation=data_sets.open_validation(config, dp, stack.callback),
+            evaluate=self._tasks.on(network) if self._tasks is not None else None,
             trackers=opened,
             progress=StepProgress(run.step, total, stack.enter_context(step_progress(run.step, total))),
         )
@@ -285,8 +290,6 @@ class _Session:
             "%s parameters; an update takes %d sequences, %s tokens", f"{count:,}", config.sequences_per_step(dp),
             f"{config.tokens_per_step(dp):,}",
         )  # fmt: skip
-        if config.run.eval_harness_tasks and config.run.eval_every:
-            logger.info("note: eval_harness_tasks are not run in training; evaluate the checkpoints afterwards")
         if begin.origin is Origin.RESUME:
             return self._resumed(network, run_id)
         if begin.origin is Origin.TUNE and request.tune_model_path:

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 WRITING = "writing metrics"  # a phase, for the watchdog
 
+# Evaluates tasks on the weights as they stand: given what tells whether to stop, the metrics, or None if it did.
+Evaluate = Callable[[Callable[[], bool]], Mapping[str, float] | None]
+
 
 class TrainData(Protocol):
     """Batches without end, and the position behind the last one handed out."""
@@ -88,6 +91,7 @@ class TrainingLoop:
         stop: StopRequest,
         watchdog: Watchdog,
         validation: Validation | None = None,
+        evaluate: Evaluate | None = None,
         trackers: Sequence[Tracker] = (),
         progress: StepProgress | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -101,6 +105,7 @@ class TrainingLoop:
         self._stop = stop
         self._watchdog = watchdog
         self._validation = validation
+        self._evaluate = evaluate
         self._trackers = trackers
         self._progress = progress
         self._clock = clock
@@ -141,7 +146,8 @@ class TrainingLoop:
         return Ending.DONE if self._run.step >= self._total else Ending.INTERRUPTED
 
     def _is_boundary(self, step: int) -> bool:
-        periods = (self._val_every, self._config.run.ckpt_every)
+        eval_every = self._config.run.eval_every if self._evaluate is not None else None
+        periods = (self._val_every, eval_every, self._config.run.ckpt_every)
         return step >= self._total or any(is_due(every, step, self._total) for every in periods)
 
     @property
@@ -228,8 +234,13 @@ class TrainingLoop:
             for name, result in results.items():
                 metrics[f"val/loss_{name}"] = result.loss
                 metrics[f"val/sequences_{name}"] = result.sequences
+        scores: Mapping[str, float] = {}
+        if self._evaluate is not None and is_due(run.eval_every, step, self._total):
+            with self._watchdog.phase("evaluating tasks"):
+                scores = self._evaluate(lambda: self._stop.requested is not None) or {}
+            metrics |= scores
         # The line of a step is written before its checkpoint, so that a kill never leaves a restorable step without.
-        if val_loss or is_due(run.log_every, step, self._total):
+        if val_loss or scores or is_due(run.log_every, step, self._total):
             with self._watchdog.phase(WRITING):
                 for tracker in self._trackers:
                     tracker.log(step, metrics)

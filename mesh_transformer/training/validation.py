@@ -21,11 +21,12 @@ OpenSet = Callable[[], Iterable[Batch]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Mean cross-entropy in nats per token, and what it was taken over."""
+    """Mean cross-entropy in nats per token, and what it was taken over; `tokens` are those that count."""
 
     loss: float
     batches: int
     sequences: int
+    tokens: float
 
 
 class Validation:
@@ -70,8 +71,7 @@ class Validation:
         for batch in open_set():
             if stop.requested is not None:
                 return None
-            real_B = batch.get("real", np.ones(len(batch["obs"]), np.float32))
-            weights_BS = batch.get("mask", np.ones(batch["obs"].shape, np.float32)) * real_B[:, None]
+            real_B, weights_BS = weights_of(batch)
             inputs = {name: batch[name] for name in ("obs", "target")}
             behind.append((executor.evaluate(inputs), weights_BS))
             batches, sequences = batches + 1, sequences + int(real_B.sum())
@@ -79,4 +79,11 @@ class Validation:
                 read()
         while behind:
             read()
-        return Result(total / weight, batches, sequences) if weight > 0 else None
+        return Result(total / weight, batches, sequences, weight) if weight > 0 else None
+
+
+def weights_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [B] and [B, S]: 1 for the rows that do not only fill, and for the positions that count."""
+    real_B = batch.get("real", np.ones(len(batch["obs"]), np.float32))
+    mask_BS = batch.get("mask", np.ones(batch["obs"].shape, np.float32))
+    return real_B, mask_BS * real_B[:, None]
