@@ -3,13 +3,13 @@
 python scripts/make_eval_data.py --output-dir data/eval
 
 python_order: which of four lines comes next, the other three being the same words in another order. python_word: the
-last word of a docstring's sentence. python_text: whole excerpts, for perplexity. python_line: the rest of a line.
+last word of a comment's or docstring's line, after a word that it often follows. python_text: whole excerpts, for
+perplexity. python_line: the rest of a line that occurs often, after its first word.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import json
 import random
@@ -23,7 +23,9 @@ COUNTS = {"order": 200, "word": 200, "text": 12, "line": 100}
 CONTEXT_LINES = 6
 TEXT_CHARS = 2500
 USUAL = 40  # times that a line occurs in the library for it to be asked for
-SENTENCE = re.compile(r"[A-Z][a-z' ,-]+ [a-z]{3,}\.")
+OFTEN, SHARE = 10, 0.4  # times that a word has followed the one before it, and the share of what followed that
+SENTENCE = re.compile(r"\w[\w' ,-]+ [a-z]{3,}")
+PAIR = re.compile(r"(?=\b([a-z]{2,}) ([a-z]{3,})\b)")
 
 
 def sources() -> dict[str, str]:
@@ -52,14 +54,18 @@ def order(texts: dict[str, str], draw: random.Random) -> Iterator[dict]:
 
 
 def word(texts: dict[str, str], draw: random.Random) -> Iterator[dict]:
+    pairs = collections.Counter(pair for text in texts.values() for pair in PAIR.findall(text))
+    firsts = collections.Counter(first for text in texts.values() for first, _ in PAIR.findall(text))
     for name, text in shuffled(texts, draw):
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
-        sentences = [match.group()[:-1] for doc in found for match in SENTENCE.finditer(doc)]
-        for sentence in draw.sample(sentences, min(6, len(sentences))):
+        sentences = [match.group() for line in text.splitlines() for match in SENTENCE.finditer(line)]
+        fit = []
+        for sentence in sentences:
             before, _, last = sentence.rpartition(" ")
-            if len(before.split()) >= 5:
-                yield {"file": name, "context": before, "word": last}
+            first = before.rpartition(" ")[2]
+            count = pairs[first, last]
+            if len(before.split()) >= 4 and count >= OFTEN and count >= SHARE * firsts[first]:
+                fit.append({"file": name, "context": before, "word": last})
+        yield from draw.sample(fit, min(2, len(fit)))
 
 
 def text(texts: dict[str, str], draw: random.Random) -> Iterator[dict]:
@@ -71,13 +77,12 @@ def text(texts: dict[str, str], draw: random.Random) -> Iterator[dict]:
 
 def line(texts: dict[str, str], draw: random.Random) -> Iterator[dict]:
     counts = collections.Counter(each for content in texts.values() for each in content.splitlines() if each.strip())
-    usual = {each for each, count in counts.items() if count >= USUAL and len(each.strip()) >= 8}
+    usual = {each for each, count in counts.items() if count >= USUAL and len(each.split()) > 1}
     for name, content in shuffled(texts, draw):
         lines = content.splitlines()
         fit = [i for i in range(CONTEXT_LINES, len(lines)) if lines[i] in usual]
-        for i in draw.sample(fit, min(1, len(fit))):
-            indent = len(lines[i]) - len(lines[i].lstrip())
-            cut = indent + (len(lines[i]) - indent) // 2
+        for i in draw.sample(fit, min(2, len(fit))):
+            cut = lines[i].index(lines[i].split()[0]) + len(lines[i].split()[0])
             context = "\n".join(lines[i - CONTEXT_LINES : i]) + "\n" + lines[i][:cut]
             yield {"file": name, "context": context, "rest": lines[i][cut:]}
 

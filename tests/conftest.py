@@ -16,6 +16,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_DATASETS_CACHE"] = os.path.join(_cache, "datasets")
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import jax  # noqa: E402
