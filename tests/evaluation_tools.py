@@ -1,4 +1,4 @@
-"""A small model trained for some seconds on Python's standard library, as checkpoint, config and Hugging Face folder."""
+"""A small model, trained for some seconds on Python's standard library: its checkpoint, config and tokenizer."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval
 pytest.importorskip("torch", reason="torch is not installed (the extra `peers`)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `peers`)")
 
-LIMITS = {"order": 60, "word": 137, "text": 4, "line": 50}
-MESHES = [(1, 1), (2, 4)]
+LIMITS = {"order": 30, "word": 60, "text": 2, "line": 20}
+MESHES = [(1, 1), (1, 4)]
 
 
 @functools.cache
@@ -91,6 +91,6 @@ def test_accuracies_are_identical_and_above_chance(task, metric, chance, mesh):
 def test_generated_texts_are_those_of_hugging_face(mesh):
     (mine, answers), (peer, wanted) = ours(*mesh)["python_line"], theirs()["python_line"]
     assert answers == wanted
-    assert len({str(found) for _, found in answers}) > 10, "an answer that is always the same would be no test"
+    assert len({str(found) for _, found in answers}) > 5, "an answer that is always the same would be no test"
     assert mine["exact_match,none"] == peer["exact_match,none"] > 0
     assert not any("\n" in text for _, ((text,),) in answers)
