@@ -35,6 +35,10 @@ $(VENV)/.installed-plot: $(VENV)/.installed-core
 	$(BIN)/python -m pip install -e '.[plot]'
 	@touch $@
 
+$(VENV)/.installed-evaluation: $(VENV)/.installed-core
+	$(BIN)/python -m pip install -e '.[evaluation]'
+	@touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed-core
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
@@ -64,7 +68,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-plot $(VENV)/.installed-peers-1
+bench: $(VENV)/.installed-plot $(VENV)/.installed-evaluation $(VENV)/.installed-peers-1
 	$(BIN)/python -m benchmarks
 
 clean:

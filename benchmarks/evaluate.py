@@ -108,7 +108,7 @@ def fastest(score: Callable[[list[Request], Any], list[float]], sizes: list[Any]
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=16, metavar="N", help="contexts of a round (16)")
+    parser.add_argument("--documents", type=int, default=4, metavar="N", help="contexts of a round (4)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each side (5)")
     options = parser.parse_args(arguments)
     asked = requests_of(options.documents, 0)
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         _, mine = ours(folder)
         peer = theirs(folder)
         np.testing.assert_allclose(mine(asked[:8], None), peer(asked[:8], 4), atol=1e-3, rtol=0)
-        sizes = fastest(mine, [4, 8, 16], asked), fastest(peer, [1, 4, 16], asked)
+        sizes = fastest(mine, [2, 4], asked), fastest(peer, [1, 4, 16], asked)
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(options.rounds):
             for score, size, kept in ((mine, sizes[0], times[0]), (peer, sizes[1], times[1])):

@@ -25,8 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(error)
     from lm_eval.__main__ import cli_evaluate
 
-    if not {"-h", "--help"} & set(words):
-        from mesh_transformer.evaluation import harness  # noqa: F401  registers the model
+    if {"-h", "--help"} & set(words):
+        sys.argv = ["lm_eval", "run", "--help"]
+        cli_evaluate()
+    from mesh_transformer.evaluation import harness  # noqa: F401  registers the model
+
     sys.argv = ["lm_eval", *words]
     with log_lines():
         try:

@@ -5,13 +5,13 @@ What has been scored is looked up first, equal windows are scored once, and what
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
 
-from mesh_transformer.data.progress import Progress
 from mesh_transformer.errors import EvaluationError
 from mesh_transformer.evaluation import batching
 from mesh_transformer.evaluation.answers import Answers
@@ -19,6 +19,7 @@ from mesh_transformer.evaluation.batching import Batch, Budget, Group
 from mesh_transformer.evaluation.continuing import Continuing, Prompt, options_of
 from mesh_transformer.evaluation.requests import Encoder, Window
 from mesh_transformer.evaluation.scorer import Score, Scorer
+from mesh_transformer.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +88,16 @@ class Evaluator:
         missing = [question for question, answer in found.items() if answer is None]
         if len(missing) < len(found):
             logger.info("%s: %d of %d are known already", title, len(found) - len(missing), len(found))
-        progress = Progress(title, len(missing), self._progress, "requests", 1) if self._progress and missing else None
-        for answered in work(missing):
-            self._answers.add(answered)
-            found.update(answered)
-            if progress is not None:
-                progress.advance(len(answered))
-        if progress is not None:
-            progress.done()
+        with contextlib.ExitStack() as stack:
+            progress = None
+            if self._progress is not None and missing:
+                shown = Progress(title, len(missing), unit="requests", stream=self._progress)
+                progress = stack.enter_context(shown)
+            for answered in work(missing):
+                self._answers.add(answered)
+                found.update(answered)
+                if progress is not None:
+                    progress.advance(len(answered))
         return found
 
     def _scored(self, windows: list[Window]) -> Iterator[list[tuple[Window, Score]]]:

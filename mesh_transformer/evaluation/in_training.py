@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ class TaskEvaluation:
 
     def on(self, network: CausalTransformer) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
         """`run`, on whatever weights `network` has when it is called."""
-        return functools.partial(self.run, NetworkScorer(network, self._encoder.tokenizer))
+        return lambda stop: self.run(NetworkScorer(network, self._encoder.tokenizer), stop)
 
 
 def of(config: Config) -> TaskEvaluation | None:

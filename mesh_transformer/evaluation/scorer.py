@@ -5,6 +5,7 @@ Letters as in `batching`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.evaluation.batching import Batch
 from mesh_transformer.evaluation.continuing import Prompt
 from mesh_transformer.mesh import DP
-from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.transformer_shard import CausalTransformer, eval_step
 
 
 class Score(NamedTuple):
@@ -44,10 +45,14 @@ class Scorer(Protocol):
 
 
 class NetworkScorer:
-    """Scores, and generates, with the weights that a network has at that moment."""
+    """Scores, and generates, with the weights that `network` has when this is made."""
 
     def __init__(self, network: CausalTransformer, tokenizer: Tokenizer) -> None:
         self._network, self._completer = network, Completer(network, tokenizer)
+        self._params = network.whole_params()
+        # QUIRK v2-eval-z-loss: with merged heads an evaluation has the z-loss in it; a log-probability has not.
+        quirk = network.model.v2_merged_heads is not None
+        self._model = dataclasses.replace(network.model, z_loss="off") if quirk else network.model
 
     @property
     def replicas(self) -> int:
@@ -75,18 +80,19 @@ class NetworkScorer:
             ids = group.context + group.continuations[0]
             row[: len(ids)] = ids
             spans.append(slice(len(group.context) - 1, len(ids) - 1))
-        out = self._network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
-        wanted = {name: out[name] for name in ("all_loss", "correct")}
+        everything = np.full(batch.rows, batch.length, np.int32)
+        mesh, inputs = self._network.mesh, (tokens[:, :-1], tokens[:, 1:], everything)
+        out = eval_step(self._model, mesh)(self._params, *steps.place(mesh, (P(DP),) * 3, inputs))
 
         def read() -> list[Score]:
-            losses, correct = (np.asarray(x) for x in jax.device_get((wanted["all_loss"], wanted["correct"])))
+            losses, correct = (np.asarray(x) for x in jax.device_get((out["all_loss"], out["correct"])))
             return [_score(losses[i, span], correct[i, span]) for i, span in enumerate(spans)]
 
         return read
 
     def _together(self, batch: Batch) -> Callable[[], list[Score]]:
         """Each context once, into a cache, and its continuations against that."""
-        model, mesh, K, N = self._network.model, self._network.mesh, batch.continuations, batch.width
+        model, mesh, K, N = self._model, self._network.mesh, batch.continuations, batch.width
         contexts = np.zeros((batch.rows, batch.length), np.int32)
         tokens, target = np.zeros((2, batch.rows * K, N), np.int32)
         start, count = np.zeros(batch.rows * K, np.int32), np.ones(batch.rows * K, np.int32)
@@ -99,10 +105,9 @@ class NetworkScorer:
                 start[j], count[j] = len(group.context) - 1, len(ids)
                 places.append(j)
         row = np.repeat(np.arange(batch.rows, dtype=np.int32) % (batch.rows // self.replicas), K)
-        params = self._network.state.params
-        cached = scoring.context_step(model, mesh)(params, steps.place(mesh, P(DP), contexts))
+        cached = scoring.context_step(model, mesh)(self._params, steps.place(mesh, P(DP), contexts))
         texts = scoring.place(mesh, scoring.Continuations(row, start, tokens, count, target))
-        out = scoring.score_step(model, mesh)(params, cached, texts)
+        out = scoring.score_step(model, mesh)(self._params, cached, texts)
 
         def read() -> list[Score]:
             logprobs, greedy = (np.asarray(x) for x in jax.device_get(out))

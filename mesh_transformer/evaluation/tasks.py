@@ -57,14 +57,14 @@ def check_harness() -> None:
 
 
 def load(specs: Sequence[Spec]) -> list[Any]:
-    """The harness's tasks, with their data. Raises EvaluationError for a task that is unknown or has none."""
+    """The harness's tasks and groups of tasks, with their data.
+
+    Raises EvaluationError for a task that is unknown or has no data.
+    """
     check_harness()
     found: dict[str, Any] = {}
     for spec in specs:
-        for task in _load(spec):
-            if spec.shots is not None:
-                task.set_config("num_fewshot", spec.shots)
-            found[task.task_name] = task
+        found.update(_load(spec))
     if not found:
         raise EvaluationError(
             "none of the tasks can be had; name files of your own with --tasks (data/eval/ has examples), or fill "
@@ -86,7 +86,12 @@ def run(
 
     with _alone(quiet=not sys.stderr.isatty()):
         found: dict[str, Any] = simple_evaluate(
-            model=model, tasks=list(tasks), limit=limit, bootstrap_iters=bootstraps, log_samples=samples
+            model=model,
+            tasks=list(tasks),
+            limit=limit,
+            bootstrap_iters=bootstraps,
+            log_samples=samples,
+            task_manager=_manager(False),
         )
     return found
 
@@ -105,7 +110,7 @@ def metrics(results: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _load(spec: Spec) -> list[Any]:
+def _load(spec: Spec) -> dict[str, Any]:
     is_file = spec.name.endswith(SUFFIXES)
     if is_file and not os.path.isfile(spec.name):
         raise EvaluationError(f"{spec.name}: there is no such task file")
@@ -117,16 +122,22 @@ def _load(spec: Spec) -> list[Any]:
         )
     try:
         with _alone(quiet=not sys.stderr.isatty()):
-            return list(manager.load([spec.name])["tasks"].values())
+            loaded = manager.load([spec.name])
     except Exception as error:  # noqa: BLE001  data sets, hub, network and YAML each have their own kinds
         reason = " ".join(str(error).split())[:200]
         problem = f"task {spec.name} cannot be loaded ({type(error).__name__}: {reason})"
         if spec.optional:
             logger.warning("%s: left out", problem)
-            return []
+            return {}
         raise EvaluationError(
             f"{problem}; its data has to be in Hugging Face's cache of data sets, or a network to get it"
         ) from error
+    for task in loaded["tasks"].values():
+        # A task that says 0 means it, to the harness too.
+        if spec.shots is not None and task.get_config("num_fewshot") != 0:
+            task.set_config("num_fewshot", spec.shots)
+    members = {child for children in loaded.get("group_map", {}).values() for child in children}
+    return {name: item for name, item in {**loaded.get("groups", {}), **loaded["tasks"]}.items() if name not in members}
 
 
 @functools.cache
