@@ -1,7 +1,8 @@
-"""What a compiled program communicates: every collective of its text, with the loops around it counted in.
+"""What a compiled program computes and communicates, read from XLA's text with the loops counted in.
 
-XLA's text has a computation for each loop's body, and says of each `while` how often it runs; an operation inside a
-loop stands there once, so its count is the product of the trip counts of the loops around it.
+XLA's text has a computation for each loop's body; an operation inside a loop stands there once, so it runs as often as
+the product of the trip counts of the loops around it. A loop says its trip count (CPU, GPU), or its condition compares
+its counter, which begins at 0, with a constant (TPU).
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "
          "s64": 8, "u64": 8}  # fmt: skip
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\((.*)$")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|mesh\[.*?\] \{.*?\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)")
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\(\d+\)(\d+))?")  # 'a'=4 of a mesh; 'a', or 'a':(2)4 of a part of that axis
 _NAME = re.compile(r'op_name="([^"]*)"')
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_NOT_CALLS = ("reduce", "reduce-window", "scatter", "sort", "map", *COLLECTIVES)
 
 
 class Collective(NamedTuple):
@@ -54,32 +61,113 @@ class Collective(NamedTuple):
         return int(self.groups[1 : self.groups.index("]")].split(",")[-1])  # [groups, size]<=[devices]
 
 
+class Operation(NamedTuple):
+    """One line of a computation: its name, the text of its shape, what it does, and all that follows the bracket."""
+
+    name: str
+    shape: str
+    does: str
+    rest: str
+
+
+class Program:
+    """The computations of one compiled program, and how often a step runs each."""
+
+    def __init__(self, text: str) -> None:
+        self.computations, self._entry = _computations(text)
+        self.runs = self._count()
+
+    def operations(self, *does: str) -> Iterator[tuple[Operation, float, str]]:
+        """Every operation that `does` one of these and runs, how often, and the name of its computation."""
+        for name, body in self.computations.items():
+            runs = self.runs[name]
+            if runs:
+                yield from ((operation, runs, name) for operation in body if operation.does in does)
+
+    def shapes(self, computation: str) -> dict[str, str]:
+        """The shapes of a computation's values, by name."""
+        return {operation.name: operation.shape for operation in self.computations[computation]}
+
+    def fused(self) -> set[str]:
+        """The computations that are the inside of a fusion."""
+        fusions = (rest for body in self.computations.values() for _, _, does, rest in body if does == "fusion")
+        return {name for rest in fusions for name in _CALLED.findall(rest)}
+
+    def _count(self) -> dict[str, float]:
+        """Runs of each computation; NaN inside a loop of unknown length."""
+        calls = {name: list(self._calls(body)) for name, body in self.computations.items()}
+        runs = dict.fromkeys(self.computations, 0.0)
+        runs[self._entry] = 1.0
+        for name in _callers_first(self._entry, calls):
+            for callee, times in calls[name]:
+                runs[callee] += runs[name] * times
+        return runs
+
+    def _calls(self, body: list[Operation]) -> Iterator[tuple[str, float]]:
+        for operation in body:
+            if operation.does in _NOT_CALLS:
+                continue
+            times = self._trips(operation) if operation.does == "while" else 1.0
+            branches = _BRANCHES.search(operation.rest)
+            names = _CALLED.findall(operation.rest) + (_OPERAND.findall(branches.group(1)) if branches else [])
+            yield from ((name, times) for name in names if name in self.computations)
+
+    def _trips(self, loop: Operation) -> float:
+        said = _TRIPS.search(loop.rest)
+        if said:
+            return float(said.group(1))
+        condition = _CONDITION.search(loop.rest)
+        body = self.computations.get(condition.group(1), []) if condition else []
+        compared = [operation for operation in body if operation.does == "compare" and "direction=LT" in operation.rest]
+        limits = [
+            int(operation.rest.partition(")")[0])
+            for operation in body
+            if operation.does == "constant" and operation.shape.startswith("s32[]")
+        ]
+        return float(limits[0]) if len(compared) == len(limits) == 1 else math.nan
+
+
 def collectives(text: str) -> list[Collective]:
     """Every collective of a compiled program's text (`compiled.as_text()`), in the order of the text.
 
     Raises ValueError where a loop does not say how often it runs and has a collective in it.
     """
-    lines, entry = _computations(text)
-    counts = _counts(lines, entry)
-    found = []
-    for name, body in lines.items():
-        for shape, operation, rest in body:
-            kind = operation.removesuffix("-start")
-            if kind not in COLLECTIVES or not counts.get(name):
+    program, found = Program(text), []
+    fused, seen = program.fused(), set()
+    for operation, runs, computation in program.operations(*COLLECTIVES, *(f"{kind}-start" for kind in COLLECTIVES)):
+        if math.isnan(runs):
+            raise ValueError(f"{operation.name} stands in a loop that does not say how often it runs")
+        if computation in fused:
+            # A TPU runs a collective beside several fusions, each of which repeats it under the same channel.
+            channel = _CHANNEL.search(operation.rest)
+            if channel and channel.group(1) in seen:
                 continue
-            count = counts[name]
-            if count != int(count):
-                raise ValueError(f"{operation} stands in a loop of {name} that does not say how often it runs")
-            groups = _GROUPS.search(rest)
-            size = _size(shape, operation)
-            one = Collective(kind, groups.group(1) if groups else "", int(count), size, _source(rest))
-            found.append(one._replace(bytes=size * one.group_size) if kind == "reduce-scatter" else one)
+            seen |= {channel.group(1)} if channel else set()
+        groups, name = _GROUPS.search(operation.rest), _NAME.search(operation.rest)
+        kind, size = operation.does.removesuffix("-start"), _size(operation.shape, operation.does)
+        one = Collective(kind, groups.group(1) if groups else "", int(runs), size, name.group(1) if name else "")
+        found.append(one._replace(bytes=size * one.group_size) if kind == "reduce-scatter" else one)
     return found
 
 
-def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
-    """Name -> its operations (shape, operation, what follows), and the name of the entry."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
+def product_flops(text: str) -> float:
+    """FLOPs of all matrix products of a step on one device, two for each multiply-add.
+
+    TPUs' text has them as convolutions; a batch of products is one over a window of which a single place counts.
+    Raises ValueError where a loop does not say how often it runs and has a product in it.
+    """
+    program, total = Program(text), 0.0
+    for operation, runs, computation in program.operations("dot", "convolution"):
+        summed = (_contracted if operation.does == "dot" else _kernel_inputs)(operation, program.shapes(computation))
+        total += runs * 2 * _elements(operation.shape) * summed
+    if math.isnan(total):
+        raise ValueError("a loop with a matrix product in it does not say how often it runs")
+    return total
+
+
+def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
+    """Name -> its operations, and the name of the entry."""
+    found: dict[str, list[Operation]] = {}
     current, entry = "", ""
     for line in text.splitlines():
         begins = _COMPUTATION.match(line)
@@ -90,32 +178,45 @@ def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str
             continue
         operation = _OPERATION.match(line) if current else None
         if operation:
-            found[current].append((operation.group(1), operation.group(2), operation.group(3)))
+            found[current].append(Operation(*operation.groups()))
     return found, entry
 
 
-def _counts(lines: dict[str, list[tuple[str, str, str]]], entry: str) -> dict[str, float]:
-    """How often a step runs each computation; not a whole number inside a loop of unknown length."""
-    counts: dict[str, float] = {entry: 1}
-    order = [entry]
-    for name in order:  # grows while it is read: callees stand behind their callers
-        for operation, callee, times in _calls(lines.get(name, [])):
-            if operation in COLLECTIVES or callee not in lines:
-                continue
-            counts[callee] = counts.get(callee, 0) + counts[name] * times
-            order.append(callee)
-    return counts
+def _callers_first(entry: str, calls: dict[str, list[tuple[str, float]]]) -> list[str]:
+    """The computations that the entry reaches, each behind all of its callers."""
+    done: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        for callee, _ in calls[name]:
+            if callee not in done:
+                visit(callee)
+        done[name] = None
+
+    visit(entry)
+    return list(done)[::-1]
 
 
-def _calls(body: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, float]]:
-    for _, operation, rest in body:
-        trips = _TRIPS.search(rest)
-        times = float(trips.group(1)) if trips else math.nan if operation == "while" else 1.0
-        names = _CALLED.findall(rest) if operation not in ("reduce", "scatter", "sort", *COLLECTIVES) else []
-        branches = _BRANCHES.search(rest)
-        names += re.findall(r"[\w.\-]+", branches.group(1)) if branches else []
-        for name in names:
-            yield operation, name, times
+def _contracted(operation: Operation, shapes: dict[str, str]) -> int:
+    """Length of the sum in a `dot`."""
+    axes = _CONTRACTED.search(operation.rest)
+    left = _dims(shapes[_OPERAND.findall(operation.rest)[0]])
+    return math.prod(left[int(axis)] for axis in axes.group(1).split(",") if axis) if axes else 1
+
+
+def _kernel_inputs(operation: Operation, shapes: dict[str, str]) -> int:
+    """Length of the sum in a `convolution` that is a matrix product: the kernel's input features."""
+    labels = _LABELS.search(operation.rest)
+    kernel = _dims(shapes[_OPERAND.findall(operation.rest)[1]])
+    return kernel[labels.group(1).index("i")] if labels else 1
+
+
+def _dims(shape: str) -> list[int]:
+    found = _SHAPE.search(shape)
+    return [int(n) for n in found.group(2).split(",") if n] if found else []
+
+
+def _elements(shape: str) -> int:
+    return math.prod(_dims(shape))
 
 
 def _size(shape: str, operation: str) -> int:
@@ -124,8 +225,3 @@ def _size(shape: str, operation: str) -> int:
         BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in _SHAPE.findall(shape)
     ]
     return sum(sizes[len(sizes) // 2 :] if operation.endswith("-start") and len(sizes) > 1 else sizes)
-
-
-def _source(rest: str) -> str:
-    name = _NAME.search(rest)
-    return name.group(1) if name else ""
