@@ -7,10 +7,12 @@ N is a group of attention heads, of any sequences, that are worked on at once.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +30,23 @@ MASKED = -1e30
 QUERY_BLOCK = 128
 # On CPU a block's scores should stay in a core's second-level cache: measured 1.5 times as fast as all heads at once.
 CPU_SCORE_BYTES = 2 << 20
+
+
+_compiling_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("compiling_for", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(platform: str) -> Iterator[None]:
+    """What is traced inside is for devices of `platform`, which this process need not have."""
+    token = _compiling_for.set(platform)
+    try:
+        yield
+    finally:
+        _compiling_for.reset(token)
+
+
+def _platform() -> str:
+    return _compiling_for.get() or jax.default_backend()
 
 
 def query_blocks(S: int) -> list[tuple[int, int]]:
@@ -57,7 +76,7 @@ def cudnn_works() -> bool:
 
     `transformer_shard.settle` asks first, outside any trace. Where it does not work the blocks below are used.
     """
-    if jax.default_backend() != "gpu":
+    if _platform() != "gpu":
         return False
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]), (MP,))
     whole = jax.sharding.PartitionSpec()
@@ -129,7 +148,7 @@ def _grouped(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     group = max(1, CPU_SCORE_BYTES // (4 * (stop - start) * S))
     while heads % group:
         group -= 1
-    if jax.default_backend() != "cpu" or group == heads:
+    if _platform() != "cpu" or group == heads:
         return function(*arrays)
     groups = tuple(x.reshape(heads // group, group, *x.shape[1:]) for x in arrays)
     out = lax.map(lambda xs: function(*xs), groups)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8,
          "s64": 8, "u64": 8}  # fmt: skip
@@ -29,7 +31,12 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_ON_CHIP = re.compile(r"[a-z]+\d*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}")  # values that a TPU keeps in its vector memory
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_MOVES_NOTHING = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+    "all-gather-done", "all-reduce-done", "copy-done", "async-done", "opt-barrier", "partition-id", "iota",
+)  # fmt: skip
 _NOT_CALLS = ("reduce", "reduce-window", "scatter", "sort", "map", *COLLECTIVES)
 
 
@@ -52,13 +59,21 @@ class Collective(NamedTuple):
     @property
     def group_size(self) -> int:
         """How many devices take part in one run of it."""
+        return len(self.first_group)
+
+    @property
+    def first_group(self) -> list[int]:
+        """The devices that take part with device 0, by their places in the program's list of devices."""
         if self.groups.startswith("{{"):
-            return len(self.groups[2 : self.groups.index("}")].split(","))
+            return [int(device) for device in self.groups[2 : self.groups.index("}")].split(",")]
         if self.groups.startswith("mesh["):
             axes, _, used = self.groups.partition("] {")
-            sizes = {name: int(size) for name, size, _ in _AXIS.findall(axes)}
-            return math.prod(int(part) if part else sizes[name] for name, _, part in _AXIS.findall(used))
-        return int(self.groups[1 : self.groups.index("]")].split(",")[-1])  # [groups, size]<=[devices]
+            return _along([(name, int(size)) for name, size, _ in _AXIS.findall(axes)], _AXIS.findall(used))
+        shape, _, devices = self.groups.partition("<=")
+        dims, _, order = devices.partition("T")
+        ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+        ids = ids.transpose(_numbers(order)) if order else ids
+        return [int(device) for device in ids.reshape(_numbers(shape))[0]]
 
 
 class Operation(NamedTuple):
@@ -163,6 +178,41 @@ def product_flops(text: str) -> float:
     if math.isnan(total):
         raise ValueError("a loop with a matrix product in it does not say how often it runs")
     return total
+
+
+def accessed_bytes(text: str) -> float:
+    """Bytes that a step reads and writes on one device, at most: operands and results of all that is not fused away.
+
+    Loops of unknown length count once. What an operation does not read whole, such as a slice, is counted whole, but
+    for the operands of slices themselves.
+    """
+    program, total = Program(text), 0.0
+    fused = program.fused()
+    for name, body in program.computations.items():
+        runs = program.runs[name] if not math.isnan(program.runs[name]) else 1.0
+        if not runs or name in fused:
+            continue
+        shapes = program.shapes(name)
+        for operation in body:
+            if operation.does in _MOVES_NOTHING:
+                continue
+            total += runs * _size(_ON_CHIP.sub("", operation.shape), "")
+            if operation.does not in ("dynamic-slice", "slice", "gather"):
+                read = set(_OPERAND.findall(operation.rest.partition("), ")[0]))
+                total += runs * sum(_size(_ON_CHIP.sub("", shapes[name]), "") for name in read if name in shapes)
+    return total
+
+
+def _along(axes: list[tuple[str, int]], used: list[tuple[str, str, str]]) -> list[int]:
+    """Devices that differ from device 0 along the `used` axes of a mesh only; a part of an axis is its last."""
+    ids = np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
+    parts = {name: int(part) if part else None for name, _, part in used}
+    place = tuple(slice(parts[name]) if name in parts else 0 for name, _ in axes)
+    return [int(device) for device in ids[place].reshape(-1)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
 
 
 def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
