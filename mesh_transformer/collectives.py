@@ -10,7 +10,8 @@ out of the program: XLA would keep it, as a copy.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,41 @@ def copy_to_replicas(tree: Any) -> Any:
     so that the replicas are summed once a step instead of once a layer and microbatch.
     """
     return tree if lax.axis_size(DP) == 1 else jax.tree.map(lambda x: lax.pcast(x, DP, to="varying"), tree)
+
+
+class Probe(NamedTuple):
+    """Two float32 [] that nothing reads: their gradients are the squared norms of one replica's own gradient.
+
+    `split`: of what is split over mp; `whole`: of what is whole on every shard.
+    """
+
+    split: jax.Array
+    whole: jax.Array
+
+
+def make_probe() -> Probe:
+    """A probe, typed as the gradients that it measures vary."""
+    zero = jnp.float32(0)
+    return Probe(varying(zero), varying(zero, (DP,)))
+
+
+@jax.custom_vjp
+def observe(x: jax.Array, probe: jax.Array) -> jax.Array:
+    """Forward: `x`. Backward: x's gradient, and its squared norm as the gradient of `probe` (float32 [])."""
+    del probe
+    return x
+
+
+def _observe_forward(x: jax.Array, probe: jax.Array) -> tuple[jax.Array, None]:
+    del probe
+    return x, None
+
+
+def _observe_backward(_: None, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return grad, jnp.sum(jnp.square(grad.astype(jnp.float32)))
+
+
+observe.defvjp(_observe_forward, _observe_backward)
 
 
 def gather_from_replicas(block: jax.Array, axis: int, dtype: jnp.dtype, probe: jax.Array) -> jax.Array:
@@ -95,9 +131,9 @@ def sum_over_replicas(tree: Any) -> Any:
     return tree if lax.axis_size(DP) == 1 else lax.psum(tree, DP)
 
 
-def varying(x: Any) -> Any:
-    """`x`, the same everywhere so far, typed as varying over every mesh axis: for sums that are still to vary."""
-    axes = tuple(axis for axis in (DP, MP) if lax.axis_size(axis) > 1)
+def varying(x: Any, over: Sequence[str] = (DP, MP)) -> Any:
+    """`x`, the same everywhere so far, typed as varying over mesh axes: for sums that are still to vary."""
+    axes = tuple(axis for axis in over if lax.axis_size(axis) > 1)
     return lax.pcast(x, axes, to="varying") if axes else x
 
 

@@ -27,13 +27,15 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer import attention, parameters
 from mesh_transformer.collected_vocabulary import collected_rows
 from mesh_transformer.collectives import (
+    Probe,
     copy_to_shards,
     gather_from_replicas,
     gather_from_shards,
+    make_probe,
+    observe,
     part_of_shard,
     shard_index,
     sum_over_shards,
-    varying,
 )
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.parameters import Kind
@@ -41,7 +43,7 @@ from mesh_transformer.parameters import Kind
 NORM_EPSILON = 1e-5
 # What the `dots` rematerialisation keeps of a layer: the matrix products' outputs and the attended values.
 SAVED_NAMES = ("queries", "keys", "values", "hidden", "gate", "attended", "log_sums")
-GATHERED = "gathered"  # weights that ZeRO gathered, which no rematerialisation keeps
+COLLECTED = "collected"  # weights as `ShardModule.collect` gives them, which no rematerialisation keeps
 
 LayerParams = Mapping[str, jax.Array]
 RotaryTables = tuple[jax.Array, jax.Array]  # sin and cos, see attention.rotary_table
@@ -178,24 +180,33 @@ class ShardModule(hk.Module):
             for kind in self.kinds()
         }
 
-    def gather(self, params: LayerParams, probe: jax.Array | None, dtype: jnp.dtype) -> LayerParams:
-        """`params`, of one layer where they are stacked, with its matrices whole over the replicas, in `dtype`.
+    def collect(self, params: LayerParams, probe: Probe | None, dtype: jnp.dtype) -> LayerParams:
+        """`params`, of one layer where they are stacked, for use: matrices that are cut over the replicas whole and in
+        `dtype`; with a `probe`, their gradients are measured on the way back.
 
-        Named, so that rematerialisation drops them after use and gathers them again in the backward pass.
+        Named, so that rematerialisation drops them after use and collects them again in the backward pass.
         """
-        if self.zero == 1:
+        if self.zero == 1 and probe is None:
             return params
-        axes = {k.name: k.zero_axis for k in self.kinds() if k.zero_axis is not None and k.name in params}
-        probe = varying(jnp.float32(0)) if probe is None else probe
-        whole = {name: gather_from_replicas(params[name], axis, dtype, probe) for name, axis in axes.items()}
-        return {**params, **{name: checkpoint_name(x, GATHERED) for name, x in whole.items()}}
+        out = dict(params)
+        for kind in self.kinds():
+            if kind.name in out:
+                out[kind.name] = checkpoint_name(self._collected(kind, out[kind.name], probe, dtype), COLLECTED)
+        return out
+
+    def _collected(self, kind: Kind, x: jax.Array, probe: Probe | None, dtype: jnp.dtype) -> jax.Array:
+        if self.zero > 1 and kind.zero_axis is not None:
+            return gather_from_replicas(x, kind.zero_axis, dtype, (probe or make_probe()).split)
+        if probe is None:
+            return x
+        return observe(x, probe.split if kind.split is not None and self.mp > 1 else probe.whole)
 
 
 class EmbeddingShard(ShardModule):
     """Vocabulary rows split over shards; `fixed` positions split over the model dim."""
 
     def __call__(
-        self, tokens_T: jax.Array, position_T: jax.Array, dtype: jnp.dtype, probe: jax.Array | None = None
+        self, tokens_T: jax.Array, position_T: jax.Array, dtype: jnp.dtype, probe: Probe | None = None
     ) -> jax.Array:
         """ids [T] and their positions [T] (int32) -> [T, D], equal on all shards."""
         params: LayerParams = self.params()
@@ -204,11 +215,12 @@ class EmbeddingShard(ShardModule):
         mine = (local >= 0) & (local < rows)
         row = jnp.where(mine, local, 0)
         if self.zero > 1:
-            part = collected_rows(params["w"], row, mine, varying(jnp.float32(0)) if probe is None else probe)
+            part = collected_rows(params["w"], row, mine, (probe or make_probe()).split)
+            params = self.collect({name: x for name, x in params.items() if name != "w"}, probe, jnp.float32)
         else:
+            params = self.collect(params, probe, jnp.float32)
             part = jnp.where(mine[:, None], jnp.take(params["w"], row, axis=0).astype(jnp.float32), 0.0)
         if "pos_embs" in params:
-            params = self.gather({"pos_embs": params["pos_embs"], "b": params["b"]}, probe, jnp.float32)
             # Each shard's columns, placed among zeros, ride on the sum that the embedding needs anyway.
             columns = params["pos_embs"].shape[1]
             block = jnp.take(params["pos_embs"], position_T, axis=0).astype(jnp.float32)
@@ -219,9 +231,9 @@ class EmbeddingShard(ShardModule):
 class RelativePositionEmbs(ShardModule):
     """The t5 bias table of this shard's heads, shared by all layers."""
 
-    def __call__(self) -> jax.Array:
+    def __call__(self, probe: Probe | None = None) -> jax.Array:
         """[h, 32], float32."""
-        return self.params()["rel_embedding"]
+        return self.collect(self.params(), probe, jnp.float32)["rel_embedding"]
 
 
 class TransformerLayerShard(ShardModule):
@@ -235,12 +247,14 @@ class TransformerLayerShard(ShardModule):
 class ProjectionShard(ShardModule):
     """The last norm, and the matrix and bias of this shard's part of the vocabulary."""
 
-    def __call__(self, x_TD: jax.Array, probe: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x_TD: jax.Array, probe: Probe | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The normalised stream [T, D] as this shard reads it, w [D, v], b [v]."""
-        h_TD, w, b = self.uncollected(x_TD)
-        return h_TD, self.gather({"w": w}, probe, x_TD.dtype)["w"], b
-
-    def uncollected(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As a call, but of w what this replica holds, [D/P, v] on P replicas."""
-        params = self.params()
+        params = self.collect(self.params(), probe, x_TD.dtype)
         return normalise(x_TD, params, self.model.norm), params["w"], params["b"]
+
+    def uncollected(self, x_TD: jax.Array, probe: Probe | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As a call, but of w what this replica holds, [D/P, v] on P replicas."""
+        params = dict(self.params())
+        w = params.pop("w")
+        others = self.collect(params, probe, x_TD.dtype)
+        return normalise(x_TD, others, self.model.norm), w, others["b"]

@@ -6,7 +6,7 @@ what makes the collectives' backward passes right by type.
 
 ZeRO (`Placement`): what is cut over dp is declared by specs alone. In stage 1 the summed gradient is scattered over
 replicas, each updates its part, and the new parameters are gathered, once a step. In stage 3 parameters stay cut; the
-network gathers a layer's when it needs them (`layers.ShardModule.gather`), whose backward pass scatters the gradient.
+network gathers a layer's when it needs them (`layers.ShardModule.collect`), whose backward pass scatters the gradient.
 
 Letters: A microbatches, B sequences of all replicas, b sequences of this replica, S positions.
 """
@@ -24,7 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import optimizer
 from mesh_transformer.collectives import (
+    Probe,
     copy_to_replicas,
+    make_probe,
     scatter_over_replicas,
     sum_over_replicas,
     sum_over_shards,
@@ -37,9 +39,8 @@ from mesh_transformer.state import OptimizerState, Params, TrainState
 
 Metrics = dict[str, jax.Array]
 
-# (params, probe [], obs [b, S], target [b, S], weight [b, S]) -> (sum of weight * loss, losses of every position
-# [b, S]); `probe` is what `collectives.gather_from_replicas` takes.
-TrainLoss = Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PositionLosses]]
+# (params, probe, obs [b, S], target [b, S], weight [b, S]) -> (sum of weight * loss, losses of every position [b, S])
+TrainLoss = Callable[[Params, Probe, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PositionLosses]]
 # (params, obs [b, S], target [b, S], ctx_length [b]) -> losses of every position [b, S]
 EvalLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], PositionLosses]
 
@@ -79,6 +80,8 @@ class _Sums(NamedTuple):
     micro_norm_squared: jax.Array
 
 
+_VALUE: Any = jax.ad.GradValue()  # type: ignore[attr-defined]  # a gradient wanted as a value, not added up in place
+
 FILLER = -1  # `ctx_length` of a row that is there to fill a batch
 
 BATCH_SPEC = Batch(P(None, DP), P(None, DP), P(None, DP))
@@ -110,20 +113,6 @@ def squared_norm(gradient: Params, specs: Any) -> jax.Array:
     return sum_over_shards(sums[False, True]) + sums[False, False]
 
 
-def _own_squared_norm(gradient: Params, specs: Any, gathered: jax.Array) -> jax.Array:
-    """Squared norm [] of one replica's own gradient: `gathered` is that of the leaves which are scattered already."""
-    split, whole = gathered, jnp.float32(0)
-    for leaf, spec in zip(jax.tree.leaves(gradient), _leaves(specs), strict=True):
-        if DP in spec:
-            continue
-        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-        if MP in spec:
-            split = split + square
-        else:
-            whole = whole + square
-    return sum_over_shards(split) + whole
-
-
 def _leaves(specs: Any) -> list[P]:
     return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
@@ -144,26 +133,30 @@ def _gradient(loss: TrainLoss, placement: Placement, replicas: int, params: Para
     count = sum_over_replicas(jnp.sum(batch.mask))
     # A step without a single unmasked position has a zero gradient, not 0/0.
     share = microbatches / jnp.maximum(count, 1.0)
-    probe = varying(jnp.float32(0))
+    # Accumulators are float32 like the masters: in bfloat16 small contributions would be lost as A grows. They are
+    # mutable, so that the backward pass adds each layer's gradient where it belongs: with a gradient for every
+    # microbatch beside them a device would need room for one more of the whole model.
+    zeros = lambda x, spec: varying(jnp.zeros(x.shape, jnp.float32), (DP, MP) if MP in spec else (DP,))  # noqa: E731
+    totals = jax.tree.map(lambda x, spec: jax.new_ref(zeros(x, spec)), params, placement.params)
 
-    def microbatch(micro: Batch[jax.Array]) -> tuple[Params, _Sums]:
+    def microbatch(_: None, micro: Batch[jax.Array]) -> tuple[None, _Sums]:
         objective = lambda p, probe: loss(p, probe, micro.obs, micro.target, micro.mask * share)  # noqa: E731
-        (_, losses), (gradient, gathered) = jax.value_and_grad(objective, (0, 1), has_aux=True)(params, probe)
+        differentiated: Any = jax.vjp(objective, params, make_probe(), has_aux=True)
+        _, backward, losses = differentiated
+        accumulate = backward.with_refs(totals, Probe(_VALUE, _VALUE))
+        _, norms = accumulate(varying(jnp.float32(1), (DP,)))
         # One replica's gradient of its own mean loss: its share of the positions is 1/dp of the microbatch.
-        norm_squared = _own_squared_norm(gradient, placement.params, gathered) * replicas**2
+        norm_squared = (sum_over_shards(norms.split) + norms.whole) * replicas**2
         mask = micro.mask
-        sums = _Sums(
+        return None, _Sums(
             jnp.sum(losses.cross_entropy * mask), jnp.sum(losses.z_loss * mask),
             jnp.sum(losses.cross_entropy[:, -1] * mask[:, -1]), jnp.sum(mask[:, -1]),
             jnp.sqrt(norm_squared), norm_squared,
         )  # fmt: skip
-        return gradient, sums
 
-    # Accumulators are float32 like the masters: in bfloat16 small contributions would be lost as A grows.
-    gradient, sums = microbatch(jax.tree.map(lambda x: x[0], batch))
-    if microbatches > 1:
-        add = lambda total, x: (jax.tree.map(jnp.add, total, microbatch(x)), None)  # noqa: E731
-        (gradient, sums), _ = lax.scan(add, (gradient, sums), jax.tree.map(lambda x: x[1:], batch))
+    _, each = lax.scan(microbatch, None, batch)
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), each)
+    gradient = jax.tree.map(lambda total: total[...], totals)
     gradient = jax.tree.map(_reduce, gradient, placement.params, placement.moments)
     norm = jnp.sqrt(squared_norm(gradient, placement.moments))
     return gradient, norm, _metrics(sum_over_replicas(sums), count, microbatches * replicas)

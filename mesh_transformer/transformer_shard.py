@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import attention, fused_attention, memory, optimizer, parameters, steps
 from mesh_transformer.collected_vocabulary import collected_loss
+from mesh_transformer.collectives import Probe
 from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_interpreter
 from mesh_transformer.cross_entropy import UNSTOPPED, PositionLosses, position_losses, weighted_loss
 from mesh_transformer.errors import ConfigError, DataError
 from mesh_transformer.layers import (
-    GATHERED,
+    COLLECTED,
     SAVED_NAMES,
     EmbeddingShard,
     ProjectionShard,
@@ -58,7 +59,7 @@ class CausalTransformerShard(hk.Module):
     """One shard of the network, of either version; call it inside `shard_map` over (dp, mp). Sizes as in `layers`.
 
     `zero`: the replicas over which ZeRO (stage 3) cuts matrices too; `early_collect`: gather those of all layers at
-    once. `probe` of the methods: see `collectives.gather_from_replicas`.
+    once. `probe` of the methods: see `collectives.Probe`.
     """
 
     def __init__(self, model: ModelConfig, mp: int, zero: int = 1, early_collect: bool = False):
@@ -70,37 +71,39 @@ class CausalTransformerShard(hk.Module):
         self.relative = RelativePositionEmbs(model, mp, parameters.RELATIVE) if model.pe == "t5" else None
 
     def hidden(
-        self, obs_BS: jax.Array, key_visible_BS: jax.Array | None = None, probe: jax.Array | None = None
+        self, obs_BS: jax.Array, key_visible_BS: jax.Array | None = None, probe: Probe | None = None
     ) -> jax.Array:
         """The residual stream behind the last layer, [T, D]."""
         model, (batch, S), dtype = self.model, obs_BS.shape, jnp.dtype(self.model.compute_dtype)
         positions = jnp.tile(jnp.arange(S, dtype=jnp.int32), batch)
         x_TD = self.embed(obs_BS.reshape(-1), positions, dtype, probe)
         tables = rotary_tables(model, S)
-        bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
+        bias = attention.t5_bias_of(self.relative(probe) if self.relative is not None else None)
 
         def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
             if not self.early_collect:
-                params = self.layers.gather(params, probe, dtype)
+                params = self.layers.collect(params, probe, dtype)
             return layer(x, params, model, batch, tables, bias, key_visible_BS), None
 
         stacked: Mapping[str, jax.Array] = self.layers()
         if self.early_collect:
-            stacked = jax.vmap(lambda params: self.layers.gather(params, probe, dtype))(stacked)
-        regather = self.layers.zero > 1 and not self.early_collect
-        return lax.scan(rematerialised(body, model.remat, regather), x_TD, stacked)[0]
+            stacked = jax.vmap(lambda params: self.layers.collect(params, probe, dtype))(stacked)
+        collects = (self.layers.zero > 1 or probe is not None) and not self.early_collect
+        return lax.scan(rematerialised(body, model.remat, collects), x_TD, stacked)[0]
 
     def loss(
-        self, probe: jax.Array, obs_BS: jax.Array, target_BS: jax.Array, weight_BS: jax.Array
+        self, probe: Probe, obs_BS: jax.Array, target_BS: jax.Array, weight_BS: jax.Array
     ) -> tuple[jax.Array, PositionLosses]:
         """Weighted sum of the losses, float32 [], and each position's, [B, S]."""
-        h_TD, w, b = self.projection.uncollected(self.hidden(obs_BS, probe=probe))
+        x_TD = self.hidden(obs_BS, probe=probe)
         unstopped = self.model.v2_merged_heads is not None and self.model.z_loss == "reference"
         z_loss = UNSTOPPED if unstopped else self.model.z_loss
         target, weight, chunk = target_BS.reshape(-1), weight_BS.reshape(-1), self.model.logit_chunk
         if self.projection.zero > 1:
-            total, losses = collected_loss(h_TD, w, b, probe, target, weight, chunk, z_loss)
+            h_TD, w, b = self.projection.uncollected(x_TD, probe)
+            total, losses = collected_loss(h_TD, w, b, probe.split, target, weight, chunk, z_loss)
         else:
+            h_TD, w, b = self.projection(x_TD, probe)
             total, losses = weighted_loss(h_TD, w, b, target, weight, chunk, z_loss)
         return total, _by_sequence(losses, obs_BS.shape)
 
@@ -123,19 +126,19 @@ def _by_sequence(losses: PositionLosses, shape: tuple[int, ...]) -> PositionLoss
     return PositionLosses(*(x.reshape(shape) for x in losses))
 
 
-def rematerialised(body: Any, remat: str, regather: bool) -> Any:
+def rematerialised(body: Any, remat: str, collects: bool) -> Any:
     """The scanned layer, recomputing in the backward pass all (`full`), what is not a matmul (`dots`), or nothing.
 
-    `regather`: weights that the layer gathers over replicas are never kept, only gathered again.
+    `collects`: weights that the layer collects are never kept, only collected again.
 
     The layer's sum over shards feeds only its own output, whose value no gradient needs, so that recomputing a layer
     never repeats a collective. `prevent_cse` is off since inside a scan there is nothing to merge with.
     """
-    if remat == "none" and not regather:
+    if remat == "none" and not collects:
         return body
     policies = jax.checkpoint_policies
     policy = {
-        "none": policies.save_anything_except_these_names(GATHERED),
+        "none": policies.save_anything_except_these_names(COLLECTED),
         "dots": policies.save_only_these_names(*SAVED_NAMES),
         "full": None,
     }[remat]
