@@ -11,6 +11,7 @@ import pytest
 from conftest import batch_of, network_of
 
 from mesh_transformer import steps, transformer_shard
+from mesh_transformer.planning.program import collectives
 
 
 def compiled(dp: int, mp: int, **changes: Any) -> Any:
@@ -23,19 +24,12 @@ def compiled(dp: int, mp: int, **changes: Any) -> Any:
 
 
 def all_reduces(text: str) -> tuple[Counter[str], int]:
-    """All-reduces of the scanned layer, forward and backward, and of everything outside scans."""
-    scanned: Counter[str] = Counter()
-    outside, entry = 0, False
-    for line in text.splitlines():
-        if re.match(r"^(ENTRY )?%?[\w.\-]+ .*\{$", line):
-            entry = line.startswith("ENTRY")
-        if not re.search(r"= .* all-reduce(-start)?\(", line):
-            continue
-        outside += entry
-        where = re.search(r'op_name="([^"]*)"', line)
-        if where and "/hidden/" in where.group(1) and "while/body" in where.group(1):
-            scanned["backward" if "transpose(" in where.group(1) else "forward"] += 1
-    return scanned, outside
+    """All-reduces of a step: of the scanned layers, forward and backward, and of everything else."""
+    found: Counter[str] = Counter()
+    for one in collectives(text):
+        layers = "/hidden/" in one.source and "embedding_shard" not in one.source
+        found[("backward" if "transpose(" in one.source else "forward") if layers else "else"] += one.runs
+    return found, found.pop("else")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +43,11 @@ def all_reduces(text: str) -> tuple[Counter[str], int]:
     ],
 )
 def test_one_reduction_per_layer_forward_and_one_backward(pe: str, norm: str, remat: str) -> None:
-    scanned, outside = all_reduces(compiled(1, 4, pe=pe, norm=norm, remat=remat).as_text())
-    assert scanned == {"forward": 1, "backward": 1}
-    # embedding forward, output head backward, the gradient's norm (and a microbatch's, the same value)
-    assert outside <= 4
+    scanned, outside = all_reduces(compiled(1, 4, layers=3, pe=pe, norm=norm, remat=remat).as_text())
+    assert scanned == {"forward": 3, "backward": 3}
+    # embedding forward, output head backward, the gradient's norm and a microbatch's; and for each of the loss's six
+    # chunks of positions the maximum and the sums
+    assert outside <= 4 + 2 * 6
 
 
 def test_one_device_has_no_collective() -> None:
