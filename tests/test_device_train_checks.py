@@ -137,7 +137,6 @@ def test_what_cannot_work_is_said_before_weights_are_drawn(training_data, tmp_pa
         ([], {"model_dir": str(tmp_path / "a\0b")}, "cannot hold the character NUL"),
         (["--devices", "6"], {}, "6 devices cannot be split into replicas of cores_per_replica (4)"),
         ([], {"val_every": -1}, "val_every"),
-        (["--version", "2"], {}, "version 2"),
         (["--tune-model-path", str(tmp_path / "none")], {}, str(tmp_path / "none")),
     ):
         assert run(*more, **keys) == 2, expected
@@ -154,8 +153,6 @@ def test_a_config_that_cannot_be_trained_is_refused_before_devices_start(trainin
     assert run(early_cast=True, bf16_optimizer=True) == 2
     message = capsys.readouterr().err
     assert "early_cast cannot be used in training" in message and "bf16_optimizer cannot" in message
-    assert run("--version", "2") == 2
-    capsys.readouterr()
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert run(trackers=["wandb"]) == 2
     assert "trackers has wandb, which needs the package wandb" in capsys.readouterr().err
