@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import decoder_shard, decoding, sampler, steps
 from mesh_transformer.collectives import copy_to_replicas
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.decoder_weights import Weights, stands_alone
 from mesh_transformer.decoding import FULL, IDLE, RUNNING, Drawn, Rows, bucket
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.sampler import PLAIN, Leaf, Mode, Sampler
 from mesh_transformer.sampling import History
-from mesh_transformer.state import Params
 
 
 class Chunk(NamedTuple):
@@ -76,19 +76,20 @@ def idle_rows(model: ModelConfig, mesh: Mesh, batch: int, slots: int, stop_width
 
 @functools.lru_cache(maxsize=16)
 def _idle_rows(model: ModelConfig, mesh: Mesh, batch: int, slots: int, stop_width: int, mode: Mode) -> Any:
+    alone = stands_alone(mesh)
     nothing = sampler.filler(sampler.sampler_of(None, 0, mode=mode), batch)
 
     def make() -> Rows:
-        cache = jnp.zeros(
-            (model.layers, batch, model.n_heads, slots, model.d_head), jnp.dtype(model.compute_dtype)
-        )  # fmt: skip
+        layers, shape = model.layers, (batch, model.n_heads, slots, model.d_head)
+        zeros = lambda *more: jnp.zeros((*more, *shape), jnp.dtype(model.compute_dtype))  # noqa: E731
+        keys, values = (tuple(zeros() for _ in range(layers)) if alone else zeros(layers) for _ in "kv")
         zero = jnp.zeros(batch, jnp.int32)
         history = decoding.empty_history(zero, model.n_vocab) if mode.penalties else None
         stop = jnp.full((batch, stop_width), -1, jnp.int32)
         idle = jnp.full(batch, IDLE, jnp.int32)
-        return Rows(cache, cache, zero, zero, zero, zero, idle, stop, jax.tree.map(jnp.asarray, nothing), history)
+        return Rows(keys, values, zero, zero, zero, zero, idle, stop, jax.tree.map(jnp.asarray, nothing), history)
 
-    return jax.jit(make, out_shardings=steps.shardings(mesh, decoding.rows_spec(mode)))
+    return jax.jit(make, out_shardings=steps.shardings(mesh, decoding.rows_spec(mesh, mode)))
 
 
 def place_chunk(
@@ -120,7 +121,7 @@ def place_chunk(
 
 @functools.lru_cache(maxsize=64)
 def extend_step(model: ModelConfig, mesh: Mesh, mode: Mode = PLAIN) -> Any:
-    """The compiled `(params, Rows, Chunk, n_tokens []) -> (Rows, Drawn)`: feeds a chunk to some of the rows.
+    """The compiled `(weights, Rows, Chunk, n_tokens []) -> (Rows, Drawn)`: feeds a chunk to some of the rows.
 
     `Drawn` has one entry for each of the chunk's, with at most one token: the first of a text whose prompt is whole
     now, and the status of its row. The work is that of n rows, not of all. T is at most C. The rows passed in are
@@ -128,9 +129,9 @@ def extend_step(model: ModelConfig, mesh: Mesh, mode: Mode = PLAIN) -> Any:
     """
     forward = decoder_shard.apply(model, mesh.shape[MP], "extend", mode.window)
 
-    def extend(params: Params, rows: Rows, chunk: Chunk, n_tokens: jax.Array) -> tuple[Rows, Drawn]:
+    def extend(weights: Weights, rows: Rows, chunk: Chunk, n_tokens: jax.Array) -> tuple[Rows, Drawn]:
         logits, keys, values = forward(
-            copy_to_replicas(params), rows.keys, rows.values, chunk.row, chunk.tokens, chunk.start, chunk.count
+            copy_to_replicas(weights), rows.keys, rows.values, chunk.row, chunk.tokens, chunk.start, chunk.count
         )
         fed, drawn = decoding.draw(_fed(rows, chunk), logits, n_tokens, mode)
         # A row that does not exist, where what is written is dropped.
@@ -141,7 +142,7 @@ def extend_step(model: ModelConfig, mesh: Mesh, mode: Mode = PLAIN) -> Any:
         return rows, drawn
 
     return decoding.compiled(
-        extend, model, mesh, (decoding.rows_spec(mode), chunk_spec(mode), P()), mode, donate=(1,)
+        extend, model, mesh, (decoding.rows_spec(mesh, mode), chunk_spec(mode), P()), mode, donate=(1,)
     )  # fmt: skip
 
 

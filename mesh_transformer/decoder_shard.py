@@ -12,8 +12,8 @@ included (with the window `reference` one fewer). Shorter texts get a smaller ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import haiku as hk
 import jax
@@ -25,8 +25,13 @@ from mesh_transformer import attention
 from mesh_transformer.collectives import shard_index, sum_over_shards
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.cross_entropy import PositionLosses, position_losses
-from mesh_transformer.layers import join, normalise, qkv, rotary_tables
+from mesh_transformer.decoder_weights import each_layer
+from mesh_transformer.layers import LayerParams, join, normalise, qkv, rotary_tables
+from mesh_transformer.sampler import Leaf
 from mesh_transformer.transformer_shard import CausalTransformerShard
+
+# Each layer's parameters where they stand alone (see `decoder_weights`); None where the stacked ones are scanned.
+Layers: TypeAlias = "tuple[LayerParams, ...] | None"
 
 # Angles of any position below their product come from two short tables (see `angles`).
 _FINE, _COARSE = 512, 512
@@ -58,68 +63,89 @@ class DecoderShard(CausalTransformerShard):
         super().__init__(model, mp)
         self.mp, self.window = mp, window_of(model, window)
 
-    def prefill(self, tokens_bT: jax.Array, length_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def prefill(self, layers: Layers, tokens_bT: jax.Array, length_b: jax.Array) -> tuple[jax.Array, Leaf, Leaf]:
         """The whole prompts at once, T at most the window: logits behind each row's last token, float32 [b, V], and
-        the keys and values of all positions, [L, b, h, T, K]. What stands behind a row's end is computed too, and
+        the keys and values of all positions, [b, h, T, K] a layer. What stands behind a row's end is computed too, and
         never attended to."""
-        x_TD, keys, values = self.cached(tokens_bT)
+        x_TD, keys, values = self.cached(layers, tokens_bT)
         last = jnp.arange(len(length_b), dtype=jnp.int32) * tokens_bT.shape[1] + length_b - 1
         return self.whole_logits(x_TD[last]), keys, values
 
-    def cached(self, tokens_bT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The residual stream behind the last layer, [b*T, D], and the keys and values, [L, b, h, T, K]."""
+    def cached(self, layers: Layers, tokens_bT: jax.Array) -> tuple[jax.Array, Leaf, Leaf]:
+        """The residual stream behind the last layer, [b*T, D], and the keys and values, [b, h, T, K] a layer."""
         model, (batch, T) = self.model, tokens_bT.shape
         positions = jnp.tile(jnp.arange(T, dtype=jnp.int32), batch)
         x_TD = self.embed(tokens_bT.reshape(-1), positions, jnp.dtype(model.compute_dtype))
         tables = rotary_tables(model, T)
         bias = attention.t5_bias_of(self.relative() if self.relative is not None else None)
 
-        def body(x: jax.Array, params: Mapping[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        def body(x: jax.Array, params: LayerParams) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             h_TD = normalise(x, params, model.norm)
             q, k, v = qkv(h_TD, params, model, batch, tables)
             return join(x, attention.causal_attention(q, k, v, bias), h_TD, params), (k, v)
 
-        x_TD, (keys, values) = lax.scan(body, x_TD, self.layers())
-        return x_TD, keys, values
+        return self._through(layers, body, x_TD)
+
+    def _through(self, layers: Layers, body: Callable[..., Any], x: jax.Array, *caches: Leaf) -> Any:
+        """`body(x, params, *the layer's caches) -> (x, (keys, values))` of one layer after the other."""
+        if layers is None:
+            x, (keys, values) = lax.scan(lambda x, inputs: body(x, *inputs), x, (self.layers(), *caches))
+            return x, keys, values
+        pairs = []
+        for params, *cache in zip(layers, *caches, strict=True):
+            x, pair = body(x, params, *cache)
+            pairs.append(pair)
+        keys, values = zip(*pairs, strict=True)
+        return x, keys, values
 
     def extend(
         self,
-        keys: jax.Array,
-        values: jax.Array,
+        layers: Layers,
+        keys: Leaf,
+        values: Leaf,
         row_n: jax.Array,
         tokens_nT: jax.Array,
         start_n: jax.Array,
         count_n: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Leaf, Leaf]:
         """Several tokens of each of n rows into the cache: logits behind the last that counts, float32 [n, V], and the
-        cache [L, b, h, C, K] with these positions written.
+        cache, [b, h, C, K] a layer, with these positions written.
 
         Entry i feeds row `row_n[i]` with `count_n[i]` (0 to T, T at most C) of its tokens, from position `start_n[i]`
         on; no row is fed by two entries. What follows the count is filler: computed, never written, never attended to.
         Rows that no entry with a count names are untouched.
         """
-        T, C = tokens_nT.shape[1], keys.shape[3]
-        x_TD, new_keys, new_values = self.chunk(keys[:, row_n], values[:, row_n], tokens_nT, start_n, count_n)
+        T, C = tokens_nT.shape[1], _slots(keys)
+        mine = each_layer(lambda x: x[row_n], keys), each_layer(lambda x: x[row_n], values)
+        x_TD, new_keys, new_values = self.chunk(layers, *mine, tokens_nT, start_n, count_n)
         offset_T = jnp.arange(T, dtype=jnp.int32)
         position_nT = start_n[:, None] + offset_T[None, :]
         # Slot C does not exist, and what is written there is dropped.
         slot_nT = jnp.where(offset_T[None, :] < count_n[:, None], position_nT % C, C)
-        where = (slice(None), row_n[:, None], slice(None), slot_nT)
-        keys = keys.at[where].set(new_keys.transpose(1, 3, 0, 2, 4), mode="drop")
-        values = values.at[where].set(new_values.transpose(1, 3, 0, 2, 4), mode="drop")
+
+        def put(cache: jax.Array, new: jax.Array) -> jax.Array:
+            return cache.at[row_n[:, None], :, slot_nT].set(new.transpose(0, 2, 1, 3), mode="drop")
+
+        keys, values = each_layer(put, keys, new_keys), each_layer(put, values, new_values)
         last = jnp.arange(len(count_n), dtype=jnp.int32) * T + jnp.maximum(count_n - 1, 0)
         return self.whole_logits(x_TD[last]), keys, values
 
     def chunk(
-        self, keys: jax.Array, values: jax.Array, tokens_nT: jax.Array, start_n: jax.Array, count_n: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """T tokens a row against these rows' caches [L, n, h, C, K] of the positions before `start_n`: the residual
-        stream behind the last layer, [n*T, D], and the new keys and values, [L, n, h, T, K].
+        self,
+        layers: Layers,
+        keys: Leaf,
+        values: Leaf,
+        tokens_nT: jax.Array,
+        start_n: jax.Array,
+        count_n: jax.Array,
+    ) -> tuple[jax.Array, Leaf, Leaf]:
+        """T tokens a row against these rows' caches, [n, h, C, K] a layer, of the positions before `start_n`: the
+        residual stream behind the last layer, [n*T, D], and the new keys and values, [n, h, T, K] a layer.
 
         The cache and the chunk stand side by side rather than in one ring: at the ring's seam the chunk's later tokens
         overwrite what its first ones still attend to.
         """
-        model, (n, T), C = self.model, tokens_nT.shape, keys.shape[3]
+        model, (n, T), C = self.model, tokens_nT.shape, _slots(keys)
         offset_T = jnp.arange(T, dtype=jnp.int32)
         position_nT = start_n[:, None] + offset_T[None, :]
         # Slot s holds the newest position below start with p mod C == s; below 0 it holds nothing of this text.
@@ -134,20 +160,19 @@ class DecoderShard(CausalTransformerShard):
         x_TD = self._embedded(tokens_nT.reshape(-1), position_nT.reshape(-1))
         tables, bias = self._tables(position_nT), self._distance_bias(distance, C + T)
 
-        def body(x: jax.Array, inputs: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            params, keys, values = inputs
+        def body(x: jax.Array, params: LayerParams, keys: jax.Array, values: jax.Array) -> Any:
             h_TD = normalise(x, params, model.norm)
             q, k, v = qkv(h_TD, params, model, n, tables)
             seen = jnp.concatenate([keys, k], axis=2), jnp.concatenate([values, v], axis=2)
             return join(x, attention.attend(q, *seen, visible, bias), h_TD, params), (k, v)
 
-        x_TD, (new_keys, new_values) = lax.scan(body, x_TD, (self.layers(), keys, values))
-        return x_TD, new_keys, new_values
+        return self._through(layers, body, x_TD, keys, values)
 
     def score(
         self,
-        keys: jax.Array,
-        values: jax.Array,
+        layers: Layers,
+        keys: Leaf,
+        values: Leaf,
         row_n: jax.Array,
         tokens_nT: jax.Array,
         start_n: jax.Array,
@@ -155,17 +180,20 @@ class DecoderShard(CausalTransformerShard):
         target_nT: jax.Array,
     ) -> PositionLosses:
         """The losses [n, T] of targets behind each of the tokens, which are read as by `extend` and written nowhere."""
-        x_TD, _, _ = self.chunk(keys[:, row_n], values[:, row_n], tokens_nT, start_n, count_n)
+        mine = each_layer(lambda x: x[row_n], keys), each_layer(lambda x: x[row_n], values)
+        x_TD, _, _ = self.chunk(layers, *mine, tokens_nT, start_n, count_n)
         h_TD, w, b = self.projection(x_TD)
         losses = position_losses(h_TD, w, b, target_nT.reshape(-1), self.model.logit_chunk, self.model.z_loss)
         return PositionLosses(*(x.reshape(target_nT.shape) for x in losses))
 
     def step(
-        self, keys: jax.Array, values: jax.Array, token_b: jax.Array, position_b: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, layers: Layers, keys: Leaf, values: Leaf, token_b: jax.Array, position_b: jax.Array
+    ) -> tuple[jax.Array, Leaf, Leaf]:
         """One token of each row into the cache: logits behind it, float32 [b, V], and the cache."""
-        model, batch, C = self.model, token_b.shape[0], keys.shape[3]
-        row, slot_b = jnp.arange(batch, dtype=jnp.int32), position_b % C
+        model, batch, C = self.model, token_b.shape[0], _slots(keys)
+        # A single row is written twice: one write alone XLA's CPU backend makes an update for which it copies the cache.
+        written = jnp.zeros(2, jnp.int32) if batch == 1 else jnp.arange(batch, dtype=jnp.int32)
+        slot_b = position_b[written] % C
         x_bD = self._embedded(token_b, position_b)
         tables = self._tables(position_b[:, None])
         # Slot s holds the newest position p <= position with p mod C == s; before the text's beginning it is empty.
@@ -173,18 +201,24 @@ class DecoderShard(CausalTransformerShard):
         visible = ((distance_bC <= position_b[:, None]) & (distance_bC < self.window))[:, None, None, :]
         bias = self._distance_bias(distance_bC[:, None, :], C)
 
-        def body(carry: Any, inputs: Any) -> tuple[Any, None]:
-            x, keys, values = carry
-            i, params = inputs
+        def body(x: jax.Array, params: LayerParams, keys: jax.Array, values: jax.Array, *layer: jax.Array) -> Any:
             h_bD = normalise(x, params, model.norm)
             q, k, v = qkv(h_bD, params, model, batch, tables)
-            keys = keys.at[i, row, :, slot_b].set(k[:, :, 0])
-            values = values.at[i, row, :, slot_b].set(v[:, :, 0])
-            attended = attention.attend(q, keys[i], values[i], visible, bias)
-            return (join(x, attended, h_bD, params), keys, values), None
+            keys = keys.at[(*layer, written, slice(None), slot_b)].set(k[written, :, 0])
+            values = values.at[(*layer, written, slice(None), slot_b)].set(v[written, :, 0])
+            seen = (keys[layer], values[layer]) if layer else (keys, values)
+            return join(x, attention.attend(q, *seen, visible, bias), h_bD, params), (keys, values)
 
-        numbered = (jnp.arange(model.layers, dtype=jnp.int32), self.layers())
-        (x_bD, keys, values), _ = lax.scan(body, (x_bD, keys, values), numbered)
+        if layers is not None:
+            x_bD, keys, values = self._through(layers, body, x_bD, keys, values)
+        else:
+            # The stacked cache is carried, since scanning over it would copy it.
+            def scanned(carry: Any, inputs: Any) -> tuple[Any, None]:
+                x, (keys, values) = body(carry[0], inputs[1], *carry[1:], inputs[0])
+                return (x, keys, values), None
+
+            numbered = (jnp.arange(model.layers, dtype=jnp.int32), self.layers())
+            (x_bD, keys, values), _ = lax.scan(scanned, (x_bD, keys, values), numbered)
         return self.whole_logits(x_bD), keys, values
 
     def _embedded(self, tokens_N: jax.Array, position_N: jax.Array) -> jax.Array:
@@ -216,8 +250,13 @@ class DecoderShard(CausalTransformerShard):
         return sum_over_shards(lax.dynamic_update_slice(zeros, part, (0, shard_index() * w.shape[1])))
 
 
+def _slots(cache: Leaf) -> int:
+    """C of a cache."""
+    return int((cache[0] if isinstance(cache, tuple) else cache).shape[-2])
+
+
 def apply(model: ModelConfig, mp: int, method: str, window: str = "full") -> Callable[..., Any]:
-    """`DecoderShard(...).method(...)` as a pure function of (params, *arguments)."""
+    """`DecoderShard(...).method(...)` as a pure function of (Weights, *arguments)."""
     call = lambda *args: getattr(DecoderShard(model, mp, window), method)(*args)  # noqa: E731
     transformed: Any = hk.without_apply_rng(hk.transform(call))
-    return transformed.apply
+    return lambda weights, *args: transformed.apply(weights.params, weights.layers, *args)

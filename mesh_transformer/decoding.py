@@ -17,13 +17,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import decoder_shard, parameters, sampling, steps
+from mesh_transformer import decoder_shard, decoder_weights, sampling, steps
 from mesh_transformer.collectives import copy_to_replicas, sum_over_replicas
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.decoder_weights import Weights, cache_spec, each_layer, weights
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.sampler import NO_LOGPROBS, PLAIN, Bias, Leaf, Mode, Penalties, Sampler
 from mesh_transformer.sampling import History, LogProbs
-from mesh_transformer.state import Params
 
 CHUNK = 32  # tokens that one call of the token loop can return; fewer are asked for without another compilation
 
@@ -35,10 +35,10 @@ RUNNING, STOPPED, FULL, IDLE, BROKEN = range(5)
 class Rows(NamedTuple):
     """Everything that decoding carries from token to token; one entry for each row.
 
-    `keys` and `values` [L, B, H, C, K] in the compute dtype; int32 [B]: `token`, the newest, whose key is not in the
-    cache yet, `position`, where it goes, `drawn`, the tokens drawn so far, `limit`, when to stop drawing, `status`;
-    `stop` int32 [B, n], ids that end a row (-1 never does); `sampler`, how tokens are drawn; `history`, what penalties
-    look at (None where the mode has none).
+    `keys` and `values` [B, H, C, K] of each layer, in the compute dtype (see `decoder_weights`); int32 [B]: `token`,
+    the newest, whose key is not in the cache yet, `position`, where it goes, `drawn`, the tokens drawn so far, `limit`,
+    when to stop drawing, `status`; `stop` int32 [B, n], ids that end a row (-1 never does); `sampler`, how tokens are
+    drawn; `history`, what penalties look at (None where the mode has none).
     """
 
     keys: Leaf
@@ -81,7 +81,6 @@ class Drawn(NamedTuple):
 
 
 _ROW = P(DP)
-_CACHE = P(None, DP, MP)
 
 
 def sampler_spec(mode: Mode) -> Sampler:
@@ -94,10 +93,11 @@ def sampler_spec(mode: Mode) -> Sampler:
     )
 
 
-def rows_spec(mode: Mode) -> Rows:
+def rows_spec(mesh: Mesh, mode: Mode) -> Rows:
     """Placement of rows: the cache by sequences over dp and by heads over mp, everything else by rows over dp."""
     history = History(_ROW, _ROW) if mode.penalties else None
-    return Rows(_CACHE, _CACHE, *(_ROW,) * 6, sampler_spec(mode), history)
+    cache = cache_spec(mesh)
+    return Rows(cache, cache, *(_ROW,) * 6, sampler_spec(mode), history)
 
 
 def prompts_spec(mode: Mode) -> Prompts:
@@ -118,17 +118,6 @@ def bucket(length: int, most: int, least: int = 16) -> int:
     return min(size, most)
 
 
-def narrow(params: Params, model: ModelConfig, mp: int) -> Params:
-    """The matrices of products in the compute dtype, once for the whole loop, which would cast them for each token.
-
-    Vectors and tables stay as they are: the network adds them in float32.
-    """
-    dtype = jnp.dtype(model.compute_dtype)
-    kinds = parameters.kinds(model, mp)
-    products = parameters.tree((k, k.decay and k.module in (parameters.LAYERS, parameters.PROJECTION)) for k in kinds)
-    return jax.tree.map(lambda x, product: x.astype(dtype) if product else x, params, products)
-
-
 def draw(rows: Rows, logits_BV: jax.Array, n_tokens: jax.Array, mode: Mode) -> tuple[Rows, Drawn]:
     """The next token of every row that runs, whether it ends there, and the token as the only one of a `Drawn`.
 
@@ -141,8 +130,7 @@ def draw(rows: Rows, logits_BV: jax.Array, n_tokens: jax.Array, mode: Mode) -> t
     drawn = rows.drawn + one
     hit = jnp.any(token[:, None] == rows.stop, axis=1)
     status = jnp.where(hit, STOPPED, jnp.where(drawn >= rows.limit, FULL, RUNNING))
-    # The arg-max of a row with NaN is a NaN.
-    status = jnp.where(jnp.isnan(jnp.max(logits_BV, axis=-1)), BROKEN, status)
+    status = jnp.where(token >= logits_BV.shape[1], BROKEN, status)  # a row with NaN has no largest logit
     history = rows.history
     if history is not None:
         each = jnp.arange(len(token), dtype=jnp.int32)
@@ -161,23 +149,24 @@ def draw(rows: Rows, logits_BV: jax.Array, n_tokens: jax.Array, mode: Mode) -> t
 
 @functools.lru_cache(maxsize=64)
 def prefill_step(model: ModelConfig, mesh: Mesh, slots: int, mode: Mode = PLAIN) -> Any:
-    """The compiled `(params, Prompts, n_tokens []) -> (Rows, Drawn)`: a cache of `slots` slots and one token a row.
+    """The compiled `(weights, Prompts, n_tokens []) -> (Rows, Drawn)`: a cache of `slots` slots and one token a row.
 
     T is at most `slots` and the window. `n_tokens`: ids from there on are never drawn. Compiled once for each (B, T);
     raises nothing.
     """
     forward = decoder_shard.apply(model, mesh.shape[MP], "prefill")
 
-    def prefill(params: Params, prompts: Prompts, n_tokens: jax.Array) -> tuple[Rows, Drawn]:
-        logits, keys, values = forward(copy_to_replicas(params), prompts.tokens, prompts.length)
-        padding = ((0, 0), (0, 0), (0, 0), (0, slots - keys.shape[3]), (0, 0))
+    def prefill(weights: Weights, prompts: Prompts, n_tokens: jax.Array) -> tuple[Rows, Drawn]:
+        logits, keys, values = forward(copy_to_replicas(weights), prompts.tokens, prompts.length)
+        padding = ((0, 0), (0, 0), (0, slots - prompts.tokens.shape[1]), (0, 0))
+        keys, values = (each_layer(lambda x: jnp.pad(x, padding), cache) for cache in (keys, values))
         zero = jnp.zeros_like(prompts.length)
         history = None
         if mode.penalties:
             within = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)[None, :] < prompts.length[:, None]
             history = read(empty_history(zero, model.n_vocab), prompts.tokens, within)
         rows = Rows(
-            jnp.pad(keys, padding), jnp.pad(values, padding), zero, prompts.length, zero, prompts.limit,
+            keys, values, zero, prompts.length, zero, prompts.limit,
             jnp.where(prompts.limit > 0, RUNNING, FULL), prompts.stop, prompts.sampler, history,
         )  # fmt: skip
         return draw(rows, logits, n_tokens, mode)
@@ -201,15 +190,15 @@ def read(history: History, tokens_BT: jax.Array, within_BT: jax.Array) -> Histor
 
 @functools.lru_cache(maxsize=64)
 def decode_steps(model: ModelConfig, mesh: Mesh, mode: Mode = PLAIN) -> Any:
-    """The compiled `(params, Rows, count [], n_tokens []) -> (Rows, Drawn)`: `count` (at most CHUNK) tokens a row.
+    """The compiled `(weights, Rows, count [], n_tokens []) -> (Rows, Drawn)`: `count` (at most CHUNK) tokens a row.
 
     The loop runs on the devices and ends early when no row of any replica runs. The rows passed in are donated.
     Compiled once for each (B, C).
     """
     forward = decoder_shard.apply(model, mesh.shape[MP], "step", mode.window)
 
-    def decode(params: Params, rows: Rows, count: jax.Array, n_tokens: jax.Array) -> tuple[Rows, Drawn]:
-        params = copy_to_replicas(params)
+    def decode(weights: Weights, rows: Rows, count: jax.Array, n_tokens: jax.Array) -> tuple[Rows, Drawn]:
+        weights = copy_to_replicas(weights)
         before = rows.drawn
 
         def any_running(rows: Rows) -> jax.Array:
@@ -221,7 +210,7 @@ def decode_steps(model: ModelConfig, mesh: Mesh, mode: Mode = PLAIN) -> Any:
 
         def step(carry: Any) -> Any:
             i, _, rows, kept = carry
-            logits_bV, keys, values = forward(params, rows.keys, rows.values, rows.token, rows.position)
+            logits_bV, keys, values = forward(weights, rows.keys, rows.values, rows.token, rows.position)
             running = (rows.status == RUNNING).astype(jnp.int32)
             rows = rows._replace(keys=keys, values=values, position=rows.position + running)
             rows, drawn = draw(rows, logits_bV, n_tokens, mode)
@@ -232,7 +221,7 @@ def decode_steps(model: ModelConfig, mesh: Mesh, mode: Mode = PLAIN) -> Any:
         taken, _, rows, (tokens, logits, logprobs) = lax.while_loop(go_on, step, start)
         return rows, Drawn(tokens, rows.drawn - before, rows.status, taken, logits, logprobs)
 
-    return compiled(decode, model, mesh, (rows_spec(mode), P(), P()), mode, donate=(1,))
+    return compiled(decode, model, mesh, (rows_spec(mesh, mode), P(), P()), mode, donate=(1,))
 
 
 def _kept(drawn: Drawn) -> tuple[Any, Any, Any]:
@@ -258,24 +247,21 @@ def _room(rows: Rows, vocabulary: int, mode: Mode) -> tuple[Any, Any, Any]:
 def compiled(
     function: Callable[..., Any], model: ModelConfig, mesh: Mesh, in_specs: Any, mode: Mode, donate: tuple[int, ...]
 ) -> Any:
-    """`(params, *arguments) -> (Rows, Drawn)` mapped over the mesh and compiled, with its matrices narrowed.
+    """`(weights, *arguments) -> (Rows, Drawn)` mapped over the mesh and compiled; takes parameters for weights too.
 
     `in_specs` are those of the arguments. `Drawn` is whole on every process.
     """
-    in_specs = (parameters.specs(model, mesh.shape[MP]), *in_specs)
-    out_specs = (rows_spec(mode), _drawn_spec(mode))
+    in_specs = (decoder_weights.specs(model, mesh), *in_specs)
+    out_specs = (rows_spec(mesh, mode), _drawn_spec(mode))
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=steps.live(mesh, in_specs), out_specs=steps.live(mesh, out_specs)
     )
     whole = NamedSharding(mesh, P())
-
-    def run(params: Params, *arguments: Any) -> Any:
-        return mapped(narrow(params, model, mesh.shape[MP]), *arguments)
-
     drawn = jax.tree.map(lambda _: whole, out_specs[1], is_leaf=lambda x: isinstance(x, P))
-    return jax.jit(
-        run,
+    run = jax.jit(
+        mapped,
         in_shardings=steps.shardings(mesh, in_specs),
         out_shardings=(steps.shardings(mesh, out_specs[0]), drawn),
         donate_argnums=donate,
     )
+    return lambda params, *arguments: run(weights(model, mesh, params), *arguments)

@@ -19,6 +19,7 @@ from mesh_transformer import batching, decoding, steps
 from mesh_transformer import sampler as samplers
 from mesh_transformer.config import Config, ModelConfig
 from mesh_transformer.decoder_shard import MAX_POSITIONS, window_of
+from mesh_transformer.decoder_weights import Weights, weights
 from mesh_transformer.decoding import CHUNK, Drawn, Prompts, bucket
 from mesh_transformer.errors import ConfigError, DataError
 from mesh_transformer.mesh import DP
@@ -103,7 +104,7 @@ class Stream:
         self,
         model: ModelConfig,
         mesh: Mesh,
-        params: Params,
+        params: Params | Weights,
         prompts: Sequence[Sequence[int]],
         max_tokens: Sequence[int],
         sampler: Sampler,
@@ -113,7 +114,8 @@ class Stream:
         chunk: int = CHUNK,
     ):
         self.steps = 0  # of the token loop, so far
-        self._model, self._mesh, self._params, self._wanted = model, mesh, params, len(prompts)
+        self._model, self._mesh, self._wanted = model, mesh, len(prompts)
+        self._weights = weights(model, mesh, params)
         self._mode = mode_of(sampler) if mode is None else mode
         self._known = np.int32(model.n_vocab if n_tokens is None else n_tokens)
         self._count = np.int32(min(chunk, CHUNK))
@@ -128,10 +130,10 @@ class Stream:
         if None not in self._reasons:
             raise StopIteration
         if self._rows is None:
-            self._rows, drawn = self._batch.start(self._params, self._known, self._mode)
+            self._rows, drawn = self._batch.start(self._weights, self._known, self._mode)
         else:
             step = decoding.decode_steps(self._model, self._mesh, self._mode)
-            self._rows, drawn = step(self._params, self._rows, self._count, self._known)
+            self._rows, drawn = step(self._weights, self._rows, self._count, self._known)
         piece = _piece(drawn, self._wanted)
         self.steps += int(drawn.steps)
         self._reasons = [old or new for old, new in zip(self._reasons, piece.finish_reasons, strict=True)]
@@ -173,13 +175,13 @@ class Batch:
         most = max(map(len, stop_ids), default=0)
         self.stop_width = bucket(most, max(most, 1), 1)
 
-    def start(self, params: Params, known: np.int32, mode: Mode) -> tuple[decoding.Rows, Drawn]:
+    def start(self, weights: Weights, known: np.int32, mode: Mode) -> tuple[decoding.Rows, Drawn]:
         """Reads the prompts and draws a token for each row: at once, or chunk by chunk where they are long."""
         longest = max(self.lengths)
         if longest > min(PREFILL, window_of(self.model, mode.window)):
-            return self._start_long(params, known, mode)
+            return self._start_long(weights, known, mode)
         prefill = decoding.prefill_step(self.model, self.mesh, self.slots, mode)
-        return prefill(params, self.place(mode), known)
+        return prefill(weights, self.place(mode), known)
 
     def place(self, mode: Mode) -> Prompts:
         """The padded prompts on the devices."""
@@ -198,7 +200,7 @@ class Batch:
         )
         return steps.place(self.mesh, decoding.prompts_spec(mode), whole)
 
-    def _start_long(self, params: Params, known: np.int32, mode: Mode) -> tuple[decoding.Rows, Drawn]:
+    def _start_long(self, weights: Weights, known: np.int32, mode: Mode) -> tuple[decoding.Rows, Drawn]:
         """The prompts PREFILL tokens at a time: memory and compiled shapes do not grow with their length."""
         rows = batching.idle_rows(self.model, self.mesh, self.size, self.slots, self.stop_width, mode)
         extend = batching.extend_step(self.model, self.mesh, mode)
@@ -207,7 +209,7 @@ class Batch:
             # One part for each row, in their order, so that what is drawn is in that order too.
             parts = [self._part(i, start) for i in range(self.size)]
             chunk = batching.place_chunk(self.mesh, self.size, self.slots, parts, self.stop_width, mode)
-            rows, drawn = extend(params, rows, chunk, known)
+            rows, drawn = extend(weights, rows, chunk, known)
             found.append((np.array([len(part.tokens) > 0 for part in parts]), jax.tree.map(np.asarray, drawn)))
         whole = found[0][1]
         for fed, drawn in found[1:]:

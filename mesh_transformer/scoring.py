@@ -8,22 +8,23 @@ of whole texts, without a context in common, use the network's `eval`: its `all_
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import decoder_shard, decoding, parameters, steps
+from mesh_transformer import decoder_shard, decoder_weights, steps
 from mesh_transformer.collectives import copy_to_replicas
 from mesh_transformer.config import ModelConfig
+from mesh_transformer.decoder_weights import Weights, cache_spec
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.sampler import Leaf
-from mesh_transformer.state import Params
 
 
 class Contexts(NamedTuple):
-    """`keys` and `values` [L, B, H, C, K] of positions 0 to C - 1 of B contexts."""
+    """`keys` and `values`, [B, H, C, K] of each layer, of positions 0 to C - 1 of B contexts."""
 
     keys: Leaf
     values: Leaf
@@ -55,60 +56,55 @@ class Scores(NamedTuple):
     greedy: Leaf
 
 
-_CONTEXTS = Contexts(P(None, DP, MP), P(None, DP, MP))
 _CONTINUATIONS = Continuations(*(P(DP),) * 5)
 
 
 @functools.lru_cache(maxsize=8)
 def context_step(model: ModelConfig, mesh: Mesh) -> Any:
-    """The compiled `(params, tokens int32 [B, C]) -> Contexts`; B a multiple of dp, C at most `seq`.
+    """The compiled `(weights, tokens int32 [B, C]) -> Contexts`; B a multiple of dp, C at most `seq`.
 
     Shorter contexts are filled at the end with any ids: `start` says how much of each is read. Compiled once for each
     (B, C), which should be buckets (see `decoding.bucket`).
     """
     forward = decoder_shard.apply(model, mesh.shape[MP], "cached")
-    specs = parameters.specs(model, mesh.shape[MP])
 
-    def read(params: Params, tokens: jax.Array) -> Contexts:
-        _, keys, values = forward(copy_to_replicas(params), tokens)
+    def read(weights: Weights, tokens: jax.Array) -> Contexts:
+        _, keys, values = forward(copy_to_replicas(weights), tokens)
         return Contexts(keys, values)
 
-    mapped = jax.shard_map(
-        read, mesh=mesh, in_specs=steps.live(mesh, (specs, P(DP))), out_specs=steps.live(mesh, _CONTEXTS)
-    )
-    return jax.jit(
-        lambda params, tokens: mapped(decoding.narrow(params, model, mesh.shape[MP]), tokens),
-        in_shardings=steps.shardings(mesh, (specs, P(DP))),
-        out_shardings=steps.shardings(mesh, _CONTEXTS),
-    )
+    in_specs, out_specs = (decoder_weights.specs(model, mesh), P(DP)), Contexts(*(cache_spec(mesh),) * 2)
+    return _compiled(read, model, mesh, in_specs, out_specs, steps.shardings(mesh, out_specs))
 
 
 @functools.lru_cache(maxsize=8)
 def score_step(model: ModelConfig, mesh: Mesh) -> Any:
-    """The compiled `(params, Contexts, Continuations) -> Scores`, whole on every process.
+    """The compiled `(weights, Contexts, Continuations) -> Scores`, whole on every process.
 
     Logits exist for `logit_chunk` positions at a time. The contexts are not changed, and serve any number of calls.
     Compiled once for each (B, C, n, T).
     """
     forward = decoder_shard.apply(model, mesh.shape[MP], "score")
-    specs = parameters.specs(model, mesh.shape[MP])
 
-    def score(params: Params, contexts: Contexts, texts: Continuations) -> Scores:
+    def score(weights: Weights, contexts: Contexts, texts: Continuations) -> Scores:
         losses = forward(
-            copy_to_replicas(params), contexts.keys, contexts.values, texts.row, texts.tokens, texts.start,
+            copy_to_replicas(weights), contexts.keys, contexts.values, texts.row, texts.tokens, texts.start,
             texts.count, texts.target,
         )  # fmt: skip
         return Scores(-losses.cross_entropy, losses.correct > 0)
 
-    in_specs = (specs, _CONTEXTS, _CONTINUATIONS)
+    contexts = Contexts(*(cache_spec(mesh),) * 2)
+    in_specs = (decoder_weights.specs(model, mesh), contexts, _CONTINUATIONS)
+    return _compiled(score, model, mesh, in_specs, Scores(P(DP), P(DP)), NamedSharding(mesh, P()))
+
+
+def _compiled(
+    function: Callable[..., Any], model: ModelConfig, mesh: Mesh, in_specs: Any, out_specs: Any, placed: Any
+) -> Any:
     mapped = jax.shard_map(
-        score, mesh=mesh, in_specs=steps.live(mesh, in_specs), out_specs=steps.live(mesh, Scores(P(DP), P(DP)))
+        function, mesh=mesh, in_specs=steps.live(mesh, in_specs), out_specs=steps.live(mesh, out_specs)
     )
-    return jax.jit(
-        lambda params, *arguments: mapped(decoding.narrow(params, model, mesh.shape[MP]), *arguments),
-        in_shardings=steps.shardings(mesh, in_specs),
-        out_shardings=NamedSharding(mesh, P()),
-    )
+    run = jax.jit(mapped, in_shardings=steps.shardings(mesh, in_specs), out_shardings=placed)
+    return lambda params, *arguments: run(decoder_weights.weights(model, mesh, params), *arguments)
 
 
 def place(mesh: Mesh, texts: Continuations) -> Continuations:
