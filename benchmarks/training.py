@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from process import Worker  # noqa: E402
+
 SHAPE = {"layers": 8, "d_model": 512, "n_heads": 8, "n_vocab": 16384, "seq": 512, "batch": 4, "rotary": 64}
 PEERS = [(a, o) for a in ("sdpa", "eager") for o in ("fused", "foreach")]
 
@@ -31,31 +33,9 @@ def matmul_flops(shape: dict[str, int]) -> float:
     return 6.0 * tokens * (weights + attention)
 
 
-class Worker:
-    """A process that trains on command: one line in, one JSON line out."""
-
-    def __init__(self, python: str, script: str, *arguments: str) -> None:
-        command = [python, str(HERE / script), json.dumps(SHAPE), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, request: str) -> dict[str, Any]:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(request + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"benchmark worker ended while asked for {request!r}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        if self.process.stdin:
-            self.process.stdin.close()
-        self.process.wait(timeout=60)
-
-
 def fastest_peer(rounds: int) -> tuple[Worker, dict[str, float]]:
     """The peer's four variants, alternating; the one with the lowest median goes on."""
-    workers = {f"{a}, {o}": Worker(sys.executable, "torch_worker.py", a, o) for a, o in PEERS}
+    workers = {f"{a}, {o}": Worker(sys.executable, "torch_worker.py", json.dumps(SHAPE), a, o) for a, o in PEERS}
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     for worker in workers.values():
         worker.ask("step")  # allocations and autotuning
@@ -72,7 +52,7 @@ def fastest_peer(rounds: int) -> tuple[Worker, dict[str, float]]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokens = SHAPE["batch"] * SHAPE["seq"]
-    ours = Worker(options.python, "our_worker.py")
+    ours = Worker(options.python, "our_worker.py", json.dumps(SHAPE))
     result: dict[str, Any] = {"shape": SHAPE, "rounds": options.rounds, "versions": ours.ask("versions")}
     peer = None
     if not options.no_peer:

@@ -82,7 +82,7 @@ class Completer:
         texts = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         sampler = sampler_for(options)
         work = generation.Stream(
-            model, self.network.mesh, self.network.state.params,
+            model, self.network.mesh, self.network.weights,
             [generation.fit_prompt(ids, model, eot) for ids in texts], [each.max_tokens for each in options], sampler,
             [(eot, *each.stop_ids) for each in options], self.tokenizer.vocab_size,
             mode_of(sampler, options[0].filter_order, options[0].window), chunk,

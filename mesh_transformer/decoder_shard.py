@@ -191,7 +191,7 @@ class DecoderShard(CausalTransformerShard):
     ) -> tuple[jax.Array, Leaf, Leaf]:
         """One token of each row into the cache: logits behind it, float32 [b, V], and the cache."""
         model, batch, C = self.model, token_b.shape[0], _slots(keys)
-        # A single row is written twice: one write alone XLA's CPU backend makes an update for which it copies the cache.
+        # A single row is written twice: of one write XLA's CPU backend makes an update for which it copies the cache.
         written = jnp.zeros(2, jnp.int32) if batch == 1 else jnp.arange(batch, dtype=jnp.int32)
         slot_b = position_b[written] % C
         x_bD = self._embedded(token_b, position_b)

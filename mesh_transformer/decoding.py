@@ -110,6 +110,12 @@ def _drawn_spec(mode: Mode) -> Drawn:
     return Drawn(_ROW, _ROW, _ROW, P(), _ROW if mode.logits else None, logprobs)
 
 
+def cache_bucket(length: int, most: int) -> int:
+    """As `bucket`, with one and a half times each power of two in between: attention reads every slot."""
+    size = bucket(length, most)
+    return size * 3 // 4 if size < most and size > 16 and length <= size * 3 // 4 else size
+
+
 def bucket(length: int, most: int, least: int = 16) -> int:
     """The smallest of `least`, 2 `least`, 4 `least`, ... that holds `length`, and `most` at most."""
     size = least
@@ -130,7 +136,8 @@ def draw(rows: Rows, logits_BV: jax.Array, n_tokens: jax.Array, mode: Mode) -> t
     drawn = rows.drawn + one
     hit = jnp.any(token[:, None] == rows.stop, axis=1)
     status = jnp.where(hit, STOPPED, jnp.where(drawn >= rows.limit, FULL, RUNNING))
-    status = jnp.where(token >= logits_BV.shape[1], BROKEN, status)  # a row with NaN has no largest logit
+    # A maximum may pass over NaN, a sum does not.
+    status = jnp.where(jnp.isfinite(jnp.sum(logits_BV, axis=-1)), status, BROKEN)
     history = rows.history
     if history is not None:
         each = jnp.arange(len(token), dtype=jnp.int32)

@@ -20,7 +20,7 @@ from mesh_transformer import sampler as samplers
 from mesh_transformer.config import Config, ModelConfig
 from mesh_transformer.decoder_shard import MAX_POSITIONS, window_of
 from mesh_transformer.decoder_weights import Weights, weights
-from mesh_transformer.decoding import CHUNK, Drawn, Prompts, bucket
+from mesh_transformer.decoding import CHUNK, Drawn, Prompts, bucket, cache_bucket
 from mesh_transformer.errors import ConfigError, DataError
 from mesh_transformer.mesh import DP
 from mesh_transformer.sampler import Mode, Sampler, mode_of, sampler_of
@@ -171,7 +171,7 @@ class Batch:
         self.limits = [min(limit, room(model, n)) for limit, n in zip(max_tokens, self.lengths, strict=True)]
         # The last token drawn is never put into the cache.
         needed = [n + max(limit, 1) - 1 for n, limit in zip(self.lengths, self.limits, strict=True)]
-        self.slots = bucket(max(needed), model.seq)
+        self.slots = cache_bucket(max(needed), model.seq)
         most = max(map(len, stop_ids), default=0)
         self.stop_width = bucket(most, max(most, 1), 1)
 
@@ -252,7 +252,7 @@ def _piece(drawn: Drawn, wanted: int) -> Piece:
 def generate(
     model: ModelConfig,
     mesh: Mesh,
-    params: Params,
+    params: Params | Weights,
     context: Any,
     ctx_length: Any,
     gen_length: int,

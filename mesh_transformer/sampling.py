@@ -72,14 +72,14 @@ def _penalised(logits_BV: jax.Array, asks: Penalties, history: History) -> jax.A
 
 
 def first_largest(x_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of each row's largest entry, the first of equals, int32 [B], and the entry, [B]; V and NaN where one is NaN.
+    """Index of each row's largest entry, the first of equals, int32 [B], and the entry, [B].
 
     Two plain reductions, which XLA's CPU backend runs several times as fast as its arg-max.
     """
     V = x_BV.shape[1]
     peak_B1 = jnp.max(x_BV, axis=-1, keepdims=True)
     ids = jnp.arange(V, dtype=jnp.int32)[None, :]
-    return jnp.min(jnp.where(x_BV == peak_B1, ids, V), axis=-1), peak_B1[:, 0]
+    return jnp.min(jnp.where(x_BV == peak_B1, ids, V - 1), axis=-1), peak_B1[:, 0]
 
 
 def mask_padding(logits_BV: jax.Array, n_tokens: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ def choose(
     A row's draw depends on its own logits, options, seed and `drawn` (int32 [B], how many tokens it has drawn before)
     and on nothing of the other rows. temp 0 and top_p 0 take the largest logit, the first of equals. Ids from
     `n_tokens` (int32 []) on are never chosen. Sorting is done only where a row asks for a filter, drawing only where a
-    row is not greedy. Infinite logits share all probability; a row with NaN gives V.
+    row is not greedy. Infinite logits share all probability; of a row with NaN any id may come.
     """
     masked_BV = mask_padding(logits_BV, n_tokens)
     best_B, peak_B = first_largest(masked_BV)

@@ -222,6 +222,7 @@ class CausalTransformer:
         self.model = settle(config, mesh)
         self.zero = Zero(config.mesh.zero_stage, config.version == 2 and config.run.early_collect)
         self._state: TrainState | None = None
+        self._weights: Any = None
 
     @property
     def state(self) -> TrainState:
@@ -237,7 +238,16 @@ class CausalTransformer:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = state
+        self._state, self._weights = state, None
+
+    @property
+    def weights(self) -> Any:
+        """The parameters as decoding reads them, `decoder_weights.weights`; kept until `state` is another."""
+        from mesh_transformer import decoder_weights
+
+        if self._weights is None:
+            self._weights = decoder_weights.weights(self.model, self.mesh, self.whole_params())
+        return self._weights
 
     @property
     def _param_dtype(self) -> Any:
@@ -260,6 +270,7 @@ class CausalTransformer:
         if mask.shape != obs.shape:
             raise DataError(f"mask has shape {mask.shape}, obs has {obs.shape}: they must be equal")
         placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask))
+        self._weights = None  # views of what is about to be donated
         self.state, metrics = train_step(self.model, self.config.optim, self.mesh, self.zero)(self.state, placed)
         return metrics
 
@@ -329,7 +340,7 @@ class CausalTransformer:
         if eot_id is None and np.size(ctx_length) and np.min(ctx_length) == 0:
             eot_id = generation.end_of_text(self.config)
         return generation.generate(
-            self.model, self.mesh, self.whole_params(), context, ctx_length, gen_length, sampler_options, return_logits,
+            self.model, self.mesh, self.weights, context, ctx_length, gen_length, sampler_options, return_logits,
             seed, eot_id, n_tokens,
         )  # fmt: skip
 

@@ -6,13 +6,14 @@ import logging
 
 import jax
 import numpy as np
+import plain_model
 import pytest
 from conftest import tokens_of
-from decoding_tools import GREEDY, generate, network
+from decoding_tools import GREEDY, compilations, generate, network
 
-from mesh_transformer import generation
+from mesh_transformer import generation, parameters
 from mesh_transformer.errors import ConfigError, DataError
-from mesh_transformer.sampler import Mode, sampler_of
+from mesh_transformer.sampler import Mode, mode_of, sampler_of
 
 LOGITS = Mode(logits=True)
 
@@ -140,3 +141,95 @@ def test_parameters_survive(net):
 def test_what_does_not_fit_is_refused(net, context, lengths, count, message):
     with pytest.raises((DataError, ConfigError), match=message):
         net.generate(context, lengths, count)
+
+
+def test_logits_that_are_not_finite_are_refused(net):
+    """In whatever row, at the first token or later."""
+    params = jax.tree.map(lambda x: x, net.state.params)
+    layers = dict(params[parameters.LAYERS])
+    layers["b2"] = layers["b2"] * np.float32(np.nan)
+    with pytest.raises(DataError, match="logits are not finite.*compute_dtype"):
+        list(
+            generation.Stream(
+                net.model, net.mesh, {**params, parameters.LAYERS: layers}, [[1], [2], [3]], [3] * 3,
+                sampler_of(GREEDY, 3), [()] * 3, mode=LOGITS,
+            )
+        )  # fmt: skip
+
+
+WINDOWED = {"full": 16, "reference": 15}
+
+
+@pytest.mark.parametrize("window", WINDOWED)
+def test_long_prompts_are_read_in_parts(window, monkeypatch):
+    """Parts of 6 tokens, rows that end in different parts, past the context: each as one pass with the band as mask."""
+    monkeypatch.setattr(generation, "PREFILL", 6)
+    net = network(2, 2, pe="t5", norm="layernorm")
+    prompts = [tokens_of(n, seed=n) for n in (16, 7, 3)]
+    options = GREEDY | {"window": window}
+    with compilations() as seen:
+        out = generate(net, prompts, 12, options, return_logits=True)
+    for prompt, tokens, logits in zip(prompts, out["tokens"], out["logits"], strict=True):
+        text = np.concatenate([prompt, tokens])[:-1]
+        wanted = plain_model.logits(net.state.params, net.model, text, WINDOWED[window])[len(prompt) - 1 :]
+        np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=0)
+        assert (tokens == wanted.argmax(-1)).all()
+    assert 0 < len(seen) < 12
+    with compilations() as seen:
+        generate(net, prompts[::-1], 10, options, return_logits=True)
+    assert not seen, "prompts of the same buckets share what is compiled"
+
+
+@pytest.mark.parametrize("pe", ["rotary", "t5"])
+def test_the_reference_window_has_one_position_less(pe):
+    """The prompt alone fills the context, so that the window matters from its last token on."""
+    net = network(1, 2, pe=pe, norm="layernorm")
+    prompts = [tokens_of(16, seed=5), tokens_of(2, seed=6), tokens_of(9, seed=7)]
+    texts = {}
+    for window, width in WINDOWED.items():
+        out = generate(net, prompts, 20, GREEDY | {"window": window}, return_logits=True)
+        for prompt, tokens, logits in zip(prompts, out["tokens"], out["logits"], strict=True):
+            text = np.concatenate([prompt, tokens])[:-1]
+            wanted = plain_model.logits(net.state.params, net.model, text, width)[len(prompt) - 1 :]
+            np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=0)
+        texts[window] = out["logits"]
+    assert np.abs(texts["full"] - texts["reference"]).max() > 1e-3
+    with pytest.raises(ConfigError, match="window 'half' is unknown: choose one of full, reference"):
+        generate(net, prompts, 2, {"window": "half"})
+
+
+def test_penalties_and_log_probabilities_along_a_text(net):
+    """Drawn greedily by the plain model with the penalties spelled out, token by token."""
+    prompts = [tokens_of(n, seed=n).tolist() for n in (5, 9, 3)]
+    options = {"temp": 0, "repetition_penalty": [1.0, 1.4, 1.0], "frequency_penalty": [0.0, 0.0, 0.5]}
+    options |= {"presence_penalty": [0.0, 0.2, 0.0], "logit_bias": [None, {7: 1.5}, None], "logprobs": [None, 0, 3]}
+    sampler = sampler_of(options, 3)
+    work = generation.Stream(
+        net.model, net.mesh, net.weights, prompts, [10] * 3, sampler, [()] * 3, mode=mode_of(sampler), chunk=4
+    )
+    pieces = list(work)
+    plain = generate(net, prompts, 10, GREEDY, return_logits=True)["tokens"]
+    for i, prompt in enumerate(prompts):
+        tokens = sum((piece.tokens[i] for piece in pieces), [])
+        drawn = []
+        rep, freq, pres = (options[f"{name}_penalty"][i] for name in ("repetition", "frequency", "presence"))
+        for n, token in enumerate(tokens):
+            logits = plain_model.logits(net.state.params, net.model, np.array(prompt + drawn), 16)[-1]
+            adjusted = logits.copy()
+            for v, value in (options["logit_bias"][i] or {}).items():
+                adjusted[v] += value
+            for v in set(prompt + drawn):
+                adjusted[v] = adjusted[v] / rep if adjusted[v] > 0 else adjusted[v] * rep
+            for v in set(drawn):
+                adjusted[v] -= freq * drawn.count(v) + pres
+            assert token == adjusted.argmax()
+            log_z = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
+            if (options["logprobs"][i] or 0) > 0 or i == 1:
+                found = [np.concatenate([piece.logprobs[i][part] for piece in pieces])[n] for part in range(3)]
+                assert abs(found[0] - (logits[token] - log_z)) < 1e-5
+                if i == 2:
+                    best = np.argsort(-logits)[:3]
+                    assert found[1].tolist() == best.tolist()
+                    np.testing.assert_allclose(found[2], logits[best] - log_z, atol=1e-5)
+            drawn.append(token)
+        assert (tokens == plain[i].tolist()) == (i == 0), "penalties change the texts of the rows that have them"

@@ -46,6 +46,7 @@ LAYERS: list[set[str]] = [
 ALLOWED_UPWARDS: set[tuple[str, str]] = {
     ("transformer_shard", "checkpoint"),  # the network of the public face has load_ckpt, write_ckpt
     ("transformer_shard", "generation"),  # and generate
+    ("transformer_shard", "decoder_weights"),
     ("config", "config_report"),  # `python -m mesh_transformer.config` is the report's command
 }
 PRIVATE = re.compile(r"^(jax|jaxlib|haiku|optax|numpy|tokenizers|transformers|smart_open|google|wandb|ray)\b.*\._")

@@ -44,11 +44,13 @@ def padded(rows):
     return [np.pad(x, [(0, ROWS - len(x))] + [(0, 0)] * (x.ndim - 1), mode="edge") for x in rows]
 
 
-def choose(logits, options=None, seed=0, drawn=0, n_tokens=V):
+def choose(logits, options=None, seed=0, drawn=0, n_tokens=V, order="reference"):
     """Tokens [B] of logits [B, V]."""
     rows = len(logits)
     logits, *sampler = padded([np.asarray(logits, np.float32), *sampler_of(options, rows, seed)[:5]])
-    chosen = compiled(sampling.choose)(logits, Sampler(*sampler), np.full(ROWS, drawn, np.int32), np.int32(n_tokens))
+    chosen = compiled(functools.partial(sampling.choose, order=order))(
+        logits, Sampler(*sampler), np.full(ROWS, drawn, np.int32), np.int32(n_tokens)
+    )
     return np.asarray(chosen)[:rows]
 
 

@@ -58,7 +58,7 @@ class Batch:
 
     def __init__(self, completer: Completer, limits: Limits, filter_order: str = "reference", window: str = "full"):
         network = completer.network
-        self._params, self._model, self._mesh = network.state.params, network.model, network.mesh
+        self._params, self._model, self._mesh = network.weights, network.model, network.mesh
         self._tokenizer, dp = completer.tokenizer, network.mesh.shape[DP]
         self._known = np.int32(self._tokenizer.vocab_size)
         self._mode = Mode(filter_order, window, penalties=True, bias=MOST_BIAS, logprobs=MOST_LOGPROBS)
