@@ -1,6 +1,6 @@
-"""Golden parity and training speed on whatever single accelerator is here: one prepared script, inside 8 minutes.
+"""Golden parity, training and decoding speed on whatever single accelerator is here: one script, inside 8 minutes.
 
-python benchmarks/accelerator.py [--deadline 480] [--sizes 125M 1.3B 6B] [--steps 5] [--output FILE]
+python benchmarks/accelerator.py [--deadline 480] [--sizes 125M 1.3B 6B] [--steps 5] [--batches 1 16] [--output FILE]
 
 Needs only jax, dm-haiku, optax and numpy, and this repository as it lies. First the 2021 library's checkpoints are
 evaluated on the device; then each size trains (bfloat16 compute, float32 masters and Adam) with each choice of
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ GOLDEN_CASES = ["v1_rotary_mp1_f32", "v1_rotary_mp4_f32", "v1_t5_mp2_f32", "v1_r
 PARITY = 1e-4
 # layers, d_model, heads, sequences of a microbatch; vocabulary 50400 and sequence 2048 throughout
 SIZES = {"125M": (12, 768, 12, 16), "1.3B": (24, 2048, 16, 8), "6B": (28, 4096, 16, 4)}
+DECODED = (64, 128)  # tokens of a prompt, and behind it
 TINY = {"125M": (2, 64, 4, 2), "1.3B": (3, 64, 4, 2), "6B": (4, 64, 4, 2)}
 REMATS = ("dots", "full")
 
@@ -133,9 +135,88 @@ def train(size: str, remat: str, steps_wanted: int) -> dict[str, Any]:
     }
 
 
+def decode(size: str, batch: int) -> dict[str, Any]:
+    """Generated tokens/s, time to the first token and peak memory of one size, greedy, weights in bfloat16 alone."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from mesh_transformer import CausalTransformer, load_config, parameters
+    from mesh_transformer.generation import Stream
+    from mesh_transformer.mesh import find_devices, make_mesh
+    from mesh_transformer.sampler import sampler_of
+    from mesh_transformer.state import TrainState
+
+    device = find_devices(count=1)[0]
+    small = device.platform == "cpu"
+    layers, d_model, heads, _ = (TINY if small else SIZES)[size]
+    vocabulary, prompt, count = (512, 16, 16) if small else (50400, *DECODED)
+    config = load_config({
+        "layers": layers, "d_model": d_model, "n_heads": heads, "n_vocab": vocabulary, "seq": 2048,
+        "pe_rotary_dims": min(64, d_model // heads), "per_replica_batch": 1, "compute_dtype": "bfloat16",
+        "lr": 1e-4, "total_steps": 100, "train_set": "none.index",
+    })  # fmt: skip
+    network = CausalTransformer(config, make_mesh(config, [device]))
+    # Drawn in bfloat16 one after the other: float32 weights of the largest size would be the peak.
+    draw = jax.jit(
+        lambda key, shape, scale: scale * jax.random.normal(key, shape, jnp.bfloat16),
+        static_argnums=(1, 2),
+    )
+    kinds = parameters.kinds(network.model, 1)
+    params = parameters.tree(
+        (
+            kind,
+            draw(jax.random.key(i), kind.shape, kind.init)
+            if kind.random
+            else jnp.full(kind.shape, kind.init, "bfloat16"),
+        )
+        for i, kind in enumerate(kinds)
+    )
+    network.state = TrainState(params, None, jnp.int32(0))
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, prompt)).tolist()
+
+    def run() -> tuple[float, float]:
+        start = time.perf_counter()
+        work = Stream(
+            network.model, network.mesh, network.weights, prompts, [count] * batch, sampler_of({"temp": 0}, batch),
+            [()] * batch,
+        )  # fmt: skip
+        next(work)
+        first = time.perf_counter() - start
+        assert sum(len(tokens) for piece in work for tokens in piece.tokens) == batch * (count - 1)
+        return first, time.perf_counter() - start
+
+    run()
+    first, whole = sorted(run() for _ in range(3))[1]
+    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "parameters": parameters.count(config.model), "first_ms": 1000 * first,
+        "tokens_per_second": batch * (count - 1) / (whole - first), "peak_gib": memory / 2**30 if memory else None,
+        "peak_gb": memory / 1e9 if memory else None,
+    }  # fmt: skip
+
+
+def show(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def decode_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown table of the sizes that generated."""
+    lines = ["| size | texts | parameters | tokens/s | first token, ms | peak GB |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        head = f"| {row['size']} | {row['batch']} "
+        if "error" in row:
+            lines.append(f"{head}| {row['error']} | | | |")
+            continue
+        lines.append(
+            f"{head}| {row['parameters']:,} | {show(row['tokens_per_second'], 0)} | {show(row['first_ms'], 1)} "
+            f"| {show(row['peak_gb'], 2)} |"
+        )
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown table of the trained sizes."""
-    show = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"  # noqa: E731
     lines = ["| size | remat | parameters | tokens/s | MFU | peak GiB | compile s |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         head = f"| {row['size']} | {row['remat']} "
@@ -163,7 +244,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 row = run_child(["--train", size, remat, "--steps", str(options.steps)], left() - 5)
             rows.append({"size": size, "remat": remat, **row})
             print(json.dumps(rows[-1]), flush=True)
-    return {**found, "rows": rows}
+    return {**found, "rows": rows, "decoded": decoded(options, left)}
+
+
+def decoded(options: argparse.Namespace, left: Callable[[], float]) -> list[dict[str, Any]]:
+    """What decoding each size with each batch gave."""
+    rows = []
+    for size in options.sizes if options.batches else ():
+        for batch in options.batches:
+            if left() < options.reserve:
+                row: dict[str, Any] = {"error": "no time left before the deadline"}
+            else:
+                row = run_child(["--decode", size, str(batch)], left() - 5)
+            rows.append({"size": size, "batch": batch, **row})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,9 +269,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--remats", nargs="+", choices=["none", *REMATS], default=list(REMATS))
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each size (default 5)")
     parser.add_argument("--output", help="write all figures as JSON")
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16], help="texts at once to decode (1 16)")
     parser.add_argument("--parity", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--decode", nargs=2, metavar=("SIZE", "BATCH"), help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=2, metavar=("SIZE", "REMAT"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.decode:
+        print(json.dumps(decode(options.decode[0], int(options.decode[1]))))
+        return 0
     if options.parity or options.train:
         print(json.dumps(parity() if options.parity else train(*options.train, options.steps)))
         return 0
@@ -184,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"\n{result.get('platform')}: {result.get('device')}; golden losses differ by at most {result.get('parity')}\n"
     )
-    print(table(result["rows"]))
+    print(table(result["rows"]) + "\n\n" + decode_table(result["decoded"]))
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     wrong = "error" in result or max(result["parity"].values()) > PARITY  # a size that does not fit is a finding

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import decoder_shard, decoding, sampler, steps
 from mesh_transformer.collectives import copy_to_replicas
 from mesh_transformer.config import ModelConfig
-from mesh_transformer.decoder_weights import Weights, stands_alone
+from mesh_transformer.decoder_weights import Weights, cache_heads, stands_alone
 from mesh_transformer.decoding import FULL, IDLE, RUNNING, Drawn, Rows, bucket
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.sampler import PLAIN, Leaf, Mode, Sampler
@@ -76,11 +76,11 @@ def idle_rows(model: ModelConfig, mesh: Mesh, batch: int, slots: int, stop_width
 
 @functools.lru_cache(maxsize=16)
 def _idle_rows(model: ModelConfig, mesh: Mesh, batch: int, slots: int, stop_width: int, mode: Mode) -> Any:
-    alone = stands_alone(mesh)
+    alone, heads = stands_alone(mesh), cache_heads(model, mesh.shape[MP])
     nothing = sampler.filler(sampler.sampler_of(None, 0, mode=mode), batch)
 
     def make() -> Rows:
-        layers, shape = model.layers, (batch, model.n_heads, slots, model.d_head)
+        layers, shape = model.layers, (batch, heads, slots, model.attention_width)
         zeros = lambda *more: jnp.zeros((*more, *shape), jnp.dtype(model.compute_dtype))  # noqa: E731
         keys, values = (tuple(zeros() for _ in range(layers)) if alone else zeros(layers) for _ in "kv")
         zero = jnp.zeros(batch, jnp.int32)

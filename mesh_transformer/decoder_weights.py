@@ -42,6 +42,12 @@ def cache_spec(mesh: Mesh) -> P:
     return P(DP, MP) if stands_alone(mesh) else P(None, DP, MP)
 
 
+def cache_heads(model: ModelConfig, mp: int) -> int:
+    """Attention heads of a layer's cache, those of all shards (see `layers.qkv`: some models keep all on each)."""
+    whole = model.d_attention // mp % model.attention_width == 0
+    return model.attention_heads if whole else model.attention_heads * mp
+
+
 def each_layer(function: Callable[..., Any], *caches: Leaf) -> Any:
     """`function` of each layer's cache (and what else is given for each layer), whether these stand alone or not."""
     if isinstance(caches[0], tuple):

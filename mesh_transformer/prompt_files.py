@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_transformer import storage
 from mesh_transformer.errors import DataError
+from mesh_transformer.progress import Progress
 
 if TYPE_CHECKING:
     from mesh_transformer.completion import Completer, Completion, Options
@@ -75,9 +76,10 @@ class Answers:
     def add(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> str:
         """Writes a group; returns what it wrote, which is all that happens where there is no path."""
         lines = ""
-        for prompt, found in zip(prompts, completions, strict=True):
-            added = {"completion": found.text, "tokens": found.tokens, "finish_reason": found.finish_reason}
-            lines += json.dumps(prompt | added, ensure_ascii=False) + "\n"
+        each = len(completions) // len(prompts)
+        for i, prompt in enumerate(prompts):
+            mine = [_told(found) for found in completions[i * each : (i + 1) * each]]
+            lines += json.dumps(prompt | (mine[0] if each == 1 else {"completions": mine}), ensure_ascii=False) + "\n"
         if self.path is not None and storage.is_url(self.path):
             self._kept.append(lines)
         elif self.path is not None:
@@ -91,16 +93,30 @@ class Answers:
             storage.write_atomic(self.path, "".join(self._kept).encode())
 
 
-def complete(completer: Completer, prompts: Sequence[Prompt], answers: Answers, options: Options, batch: int) -> Any:
-    """Completes the prompts that have no answer yet, `batch` at once; yields the JSONL lines of each group.
+def _told(found: Completion) -> Prompt:
+    told: Prompt = {"completion": found.text, "tokens": found.tokens, "finish_reason": found.finish_reason}
+    if found.logprobs:
+        told["logprobs"] = [
+            {"id": token.id, "token": token.text, "logprob": token.logprob, "top": [list(one) for one in token.top]}
+            for token in found.logprobs
+        ]
+    return told
 
-    Prompt i draws by seed + i, whatever the batch and wherever an earlier run stopped.
+
+def complete(completer: Completer, prompts: Sequence[Prompt], answers: Answers, options: Options, batch: int) -> Any:
+    """Completes the prompts that have no answer yet, `batch` texts at once; yields the JSONL lines of each group.
+
+    With n completions of each, completion j of prompt i draws by seed + n i + j, whatever the batch and wherever an
+    earlier run stopped.
     """
     if answers.done:
         logger.info("%d of %d prompts have their answers already", answers.done, len(prompts))
-    for start in range(answers.done, len(prompts), batch):
-        group = prompts[start : start + batch]
-        mine = dataclasses.replace(options, seed=options.seed + start)
-        yield answers.add(group, completer.complete([each["prompt"] for each in group], mine))
-        logger.info("%d of %d prompts", min(start + batch, len(prompts)), len(prompts))
+    n, size = options.n, max(1, batch // options.n)
+    with Progress("prompts", len(prompts), first=answers.done, say=logger.info, line_seconds=0) as progress:
+        for start in range(answers.done, len(prompts), size):
+            group = prompts[start : start + size]
+            mine = dataclasses.replace(options, seed=options.seed + n * start)
+            texts = [each["prompt"] for each in group for _ in range(n)]
+            yield answers.add(group, completer.complete(texts, mine))
+            progress.advance(len(group))
     answers.close()

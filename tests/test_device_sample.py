@@ -118,7 +118,7 @@ def test_a_file_is_completed_and_continued(sample, folder, tmp_path):
     out = tmp_path / "out.jsonl"
     run = ["--prompt-file", str(prompts), "--output", str(out), "--seed", "1"]
     code, text, said = sample(*run, "--batch", "2")
-    assert (code, text) == (0, "") and "2 of 3 prompts" in said and "3 of 3 prompts" in said
+    assert (code, text) == (0, "") and "prompts 2/3" in said and "prompts 3/3" in said
     whole = out.read_bytes()
     lines = [json.loads(line) for line in whole.decode().splitlines()]
     assert [line["prompt"] for line in lines] == ["def ", "", "café"] and lines[1]["id"] == 3

@@ -37,9 +37,10 @@ LAYERS: list[set[str]] = [
     {"attention", "fused_attention", "cross_entropy", "collected_vocabulary", "layers", "optimizer", "steps"},
     {"transformer_shard"},
     {"transformer_zero"},
-    {"sampler", "sampling", "decoder_weights", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
+    {"sampler", "sampling"},
+    {"decoder_weights", "decoder_shard", "decoding", "batching", "scoring", "checkpoint", "data"},
     {"generation"},
-    {"answer", "completion", "inference", "prompt_files"},
+    {"answer", "completion", "conversation", "inference", "prompt_files"},
     {"config_records", "config_report", "planning", "training", "serving", "evaluation"},
 ]
 # Imports upwards that are meant, each inside a function.
