@@ -1,6 +1,6 @@
 """Generated tokens/s and time to the first token beside transformers' `generate` on torch, on this machine's CPU.
 
-python benchmarks/generate.py [--rounds 5] [--output FILE]
+python benchmarks/generate.py [--rounds 5] [--small] [--output FILE]
 
 Both continue the same prompts greedily with the same weights in float32: GPT-J shape, prompt 64, 128 new tokens, one
 text and eight at once. Each runs in a process of its own that waits while the other works; runs alternate, and medians
@@ -27,6 +27,7 @@ from process import Worker  # noqa: E402
 SHAPE = {
     "layers": 8, "d_model": 512, "n_heads": 8, "n_vocab": 16384, "seq": 512, "rotary": 64, "prompt": 64, "count": 128,
 }  # fmt: skip
+SMALL = SHAPE | {"layers": 2, "d_model": 64, "n_vocab": 256, "rotary": 8, "prompt": 8, "count": 8}
 BATCHES = (1, 8)
 PEERS = [f"{a} {c}" for a, c in itertools.product(("eager", "sdpa"), ("dynamic", "static"))]
 OURS = ("1", "2")  # devices
@@ -48,24 +49,26 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, shape: dict[str, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        ours = {name: Worker(sys.executable, "our_generator.py", json.dumps(SHAPE), name, folder) for name in OURS}
+        ours = {name: Worker(sys.executable, "our_generator.py", json.dumps(shape), name, folder) for name in OURS}
         exported = ours["1"].ask("export")["folder"]
         peers = {
-            name: Worker(sys.executable, "torch_generator.py", json.dumps(SHAPE), exported, *name.split())
+            name: Worker(sys.executable, "torch_generator.py", json.dumps(shape), exported, *name.split())
             for name in PEERS
         }
         versions = ours["1"].ask("versions") | peers[PEERS[0]].ask("versions")
-        result: dict[str, Any] = {"shape": SHAPE, "rounds": rounds, "versions": versions, "batches": {}}
+        result: dict[str, Any] = {"shape": shape, "rounds": rounds, "versions": versions, "batches": {}}
         for batch in BATCHES:
-            result["batches"][batch] = _one_batch(batch, rounds, ours, peers)
+            result["batches"][batch] = _one_batch(batch, rounds, shape["count"], ours, peers)
         for worker in (*ours.values(), *peers.values()):
             worker.close()
     return result
 
 
-def _one_batch(batch: int, rounds: int, ours: dict[str, Worker], peers: dict[str, Worker]) -> dict[str, Any]:
+def _one_batch(
+    batch: int, rounds: int, count: int, ours: dict[str, Worker], peers: dict[str, Worker]
+) -> dict[str, Any]:
     for worker in ours.values():
         our_figures(worker, batch)  # compiles
     tried = {name: [peer_figures(worker, batch)[0] for _ in range(3)][1:] for name, worker in peers.items()}
@@ -76,7 +79,7 @@ def _one_batch(batch: int, rounds: int, ours: dict[str, Worker], peers: dict[str
         for name, worker in ours.items():
             runs[name].append(our_figures(worker, batch))
         runs["peer"].append(peer_figures(peers[best], batch))
-    tokens = batch * SHAPE["count"]
+    tokens = batch * count
     rows = {
         name: {
             "tokens_per_second": tokens / statistics.median(seconds for seconds, _, _ in found),
@@ -116,9 +119,10 @@ def report(result: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side (default 5)")
+    parser.add_argument("--small", action="store_true", help="a tiny model: whether everything runs")
     parser.add_argument("--output", help="write all figures as JSON")
     options = parser.parse_args(arguments)
-    result = measure(options.rounds)
+    result = measure(options.rounds, SMALL if options.small else SHAPE)
     print(report(result))
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")

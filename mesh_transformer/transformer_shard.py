@@ -242,11 +242,10 @@ class CausalTransformer:
 
     @property
     def weights(self) -> Any:
-        """The parameters as decoding reads them, `decoder_weights.weights`; kept until `state` is another."""
-        from mesh_transformer import decoder_weights
+        """The parameters as decoding reads them; made on first use, and kept until `state` is another."""
+        from mesh_transformer.decoder_weights import weights
 
-        if self._weights is None:
-            self._weights = decoder_weights.weights(self.model, self.mesh, self.whole_params())
+        self._weights = self._weights or weights(self.model, self.mesh, self.whole_params())
         return self._weights
 
     @property
@@ -329,11 +328,11 @@ class CausalTransformer:
         context [B, S]: token ids, right-aligned (what stands left of the last `ctx_length` is not read). Of more than
         the model's seq the last are used, with a logged warning. ctx_length [B]: 0 stands for one end-of-text token,
         `eot_id` (default: the config's tokenizer's).
-        sampler_options: top_p (default 1), top_k (default off), temp (default 1; 0 is greedy), scalars or [B].
-        seed: row i draws by seed + i; or one seed a row. The same seed draws the same text whatever the other rows are.
+        sampler_options: scalars or [B], see `sampler.DEFAULTS`; also filter_order and window, see `sampler.Mode`.
+        seed: row i draws by seed + i; or one seed a row, which draws the same text whatever the other rows are.
         n_tokens: ids from there on are never drawn (default: all of n_vocab may be).
-        "lengths" are G, but for a model with pe "fixed" that reaches the end of its table; the rest of a row is 0 then.
-        "logits" are float32, before any filter. Raises DataError and ConfigError for what does not fit.
+        "lengths" are G, but at the end of a "fixed" table; the rest of a row is 0 then. "logits" are float32, before
+        any filter. Raises DataError and ConfigError for what does not fit.
         """
         from mesh_transformer import generation
 
@@ -346,11 +345,10 @@ class CausalTransformer:
 
     def whole_params(self) -> Params:
         """The parameters as generation takes them: whole on every replica, gathered where ZeRO cuts them."""
-        params = self.state.params
         if self.zero.replicas(self.mesh) == 1:
-            return params
+            return self.state.params
         whole = steps.shardings(self.mesh, parameters.specs(self.model, int(self.mesh.shape[MP])))
-        return jax.device_put(params, whole)
+        return jax.device_put(self.state.params, whole)
 
     def load_ckpt(self, path: str | os.PathLike[str], optimizer: bool = True) -> None:
         """Loads a `step_N` folder of any layout, full or slim, written on any mesh.

@@ -24,6 +24,8 @@ def test_accelerator_script_on_this_cpu(tmp_path: Path) -> None:
         "dots",
         "--steps",
         "1",
+        "--batches",
+        "2",
     ]
     done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,6 +33,8 @@ def test_accelerator_script_on_this_cpu(tmp_path: Path) -> None:
     assert max(result["parity"].values()) < 1e-4
     assert result["rows"][0]["tokens_per_second"] > 0
     assert "| 125M | dots |" in done.stdout
+    assert result["decoded"][0]["tokens_per_second"] > 0
+    assert "| 125M | 2 |" in done.stdout
 
 
 def test_accelerator_script_stops_at_its_deadline(tmp_path: Path) -> None:
@@ -40,3 +44,15 @@ def test_accelerator_script_stops_at_its_deadline(tmp_path: Path) -> None:
     assert done.returncode == 1, "parity was not measured"
     assert "Traceback" not in done.stderr
     assert {row["error"] for row in json.loads(output.read_text())["rows"]} == {"no time left before the deadline"}
+
+
+@pytest.mark.slow
+def test_generation_beside_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    output = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / "generate.py"), "--small", "--rounds", "1", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in json.loads(output.read_text())["batches"].values():
+        assert row["ratio"] > 0 and row["first_ratio"] > 0
+        assert row["same_texts"] == 1, "greedy texts of the same weights are the same"

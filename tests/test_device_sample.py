@@ -330,3 +330,55 @@ def test_a_real_pipe_in_and_out(folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") >= 3 and b"Traceback" not in done.stderr
+
+
+def test_stop_texts_end_a_text_and_its_work(sample, completer):
+    """The first two characters of the greedy continuation are cut off, wherever its tokens end."""
+    _, whole, _ = sample("--prompt", "def ", "--greedy", "--no-echo")
+    stop = whole[1:3]
+    code, text, _ = sample("--prompt", "def ", "--greedy", "--no-echo", "--stop", "nowhere", "--stop", stop)
+    assert (code, text) == (0, whole[: whole.index(stop)] + "\n")
+    options = Options(64, {"temp": 0}, stop=[stop])
+    tokens = [part.tokens for (part,) in completer.stream(["def "], options, chunk=2)]
+    assert sum(tokens) <= 4, "the work ends too, not only the text"
+    both = completer.complete(["def ", "def "], [options, Options(8, {"temp": 0})])
+    assert [found.finish_reason for found in both] == ["stop", "length"] and both[1].tokens == 8
+    ids = completer.tokenizer.encode("def ")
+    first = int(completer.network.generate(np.array([ids]), [len(ids)], 1, {"temp": 0})["tokens"][0, 0])
+    assert sample("--prompt", "def ", "--greedy", "--no-echo", "--stop-id", str(first))[1] == "\n"
+
+
+def test_several_completions_and_their_log_probabilities(sample, tmp_path):
+    (tmp_path / "in.jsonl").write_text('"def "\n"x"\n')
+    run = ["--prompt-file", str(tmp_path / "in.jsonl"), "--seed", "1"]
+    code, text, _ = sample(*run, "--n", "2", "--batch", "2", "--logprobs", "2")
+    assert code == 0
+    lines = [json.loads(line) for line in text.splitlines()]
+    for i, line in enumerate(lines):
+        for j, found in enumerate(line["completions"]):
+            alone = sample("--prompt", line["prompt"], "--seed", str(1 + 2 * i + j), "--no-echo")[1]
+            assert found["completion"] + "\n" == alone
+            assert len(found["logprobs"]) == found["tokens"] == 6
+            for token in found["logprobs"]:
+                assert token["logprob"] <= token["top"][0][2] <= 0 and len(token["top"]) == 2
+    both = sample("--prompt", "def ", "--seed", "1", "--n", "2", "--no-echo")[1]
+    first, second = (found["completion"] for found in lines[0]["completions"])
+    assert both == f"[1 of 2]\n{first}\n[2 of 2]\n{second}\n"
+
+
+def test_every_sampling_flag_reaches_the_model(sample):
+    plain = sample("--prompt", "def ", "--seed", "1")[1]
+    for flag, value in (
+        ("--temp", "1.9"), ("--top-k", "1"), ("--min-p", "0.9"), ("--repetition-penalty", "9"), ("--top-p", "0"),
+        ("--presence-penalty", "2"), ("--frequency-penalty", "-2"), ("--logit-bias", '{"70": 100}'),
+    ):  # fmt: skip
+        code, text, said = sample("--prompt", "def ", "--seed", "1", flag, value)
+        assert code == 0, said
+        if flag not in ("--presence-penalty", "--frequency-penalty"):  # of six tokens none may come twice
+            assert text != plain, flag
+    for flag, value in (("--filter-order", "huggingface"), ("--window", "reference")):
+        assert sample("--prompt", "def ", "--seed", "1", flag, value)[0] == 0
+    code, _, said = sample("--prompt", "def ", "--logit-bias", "3: 4")
+    assert code == 2 and "--logit-bias 3: 4: not JSON" in said
+    with pytest.raises(SystemExit):
+        sample("--prompt", "def ", "--logprobs", "1")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import plain_model
 import pytest
-from conftest import tokens_of
+from conftest import network_of, tokens_of
 from decoding_tools import GREEDY, compilations, generate, network
 
 from mesh_transformer import generation, parameters
@@ -233,3 +233,16 @@ def test_penalties_and_log_probabilities_along_a_text(net):
                     np.testing.assert_allclose(found[2], logits[best] - log_z, atol=1e-5)
             drawn.append(token)
         assert (tokens == plain[i].tolist()) == (i == 0), "penalties change the texts of the rows that have them"
+
+
+def test_generation_follows_training():
+    """What decoding reads are views of the parameters, which the next update gives away."""
+    net = network_of(2, 4)
+    batch = {name: np.stack([tokens_of(2, 16, seed=seed)]) for seed, name in enumerate(("obs", "target"))}
+    logits = []
+    for _ in range(2):
+        net.train(batch)
+        logits.append(generate(net, [tokens_of(5)] * 3, 2, GREEDY, return_logits=True)["logits"])
+    text = np.pad(tokens_of(5), (0, 11))
+    np.testing.assert_allclose(logits[-1][0, 0], np.asarray(net.logits(np.stack([text] * 2)))[0, 4], atol=1e-5, rtol=0)
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3
