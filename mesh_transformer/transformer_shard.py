@@ -243,7 +243,7 @@ class CausalTransformer:
     @property
     def weights(self) -> Any:
         """The parameters as decoding reads them; made on first use, and kept until `state` is another."""
-        from mesh_transformer.decoder_weights import weights
+        from mesh_transformer.decoder_weights import weights  # fmt: skip
 
         self._weights = self._weights or weights(self.model, self.mesh, self.whole_params())
         return self._weights
@@ -325,14 +325,11 @@ class CausalTransformer:
     ) -> dict[str, np.ndarray]:
         """Continues each prompt by `gen_length` (G) tokens: {"tokens": [B, G], "lengths": [B][, "logits": [B, G, V]]}.
 
-        context [B, S]: token ids, right-aligned (what stands left of the last `ctx_length` is not read). Of more than
-        the model's seq the last are used, with a logged warning. ctx_length [B]: 0 stands for one end-of-text token,
-        `eot_id` (default: the config's tokenizer's).
-        sampler_options: scalars or [B], see `sampler.DEFAULTS`; also filter_order and window, see `sampler.Mode`.
-        seed: row i draws by seed + i; or one seed a row, which draws the same text whatever the other rows are.
-        n_tokens: ids from there on are never drawn (default: all of n_vocab may be).
-        "lengths" are G, but at the end of a "fixed" table; the rest of a row is 0 then. "logits" are float32, before
-        any filter. Raises DataError and ConfigError for what does not fit.
+        context [B, S]: token ids, right-aligned, of which the last `ctx_length` [B] of a row are read, and of more than
+        the model's seq the last, with a logged warning; 0 stands for one end-of-text token, `eot_id` (default: the
+        config's). sampler_options: scalars or [B], as in `sampler.DEFAULTS`; also `sampler.Mode`'s filter_order and
+        window. seed: row i draws by seed + i; or one seed a row. n_tokens: ids from there on are never drawn. "lengths"
+        are G, but at the end of a "fixed" table; "logits" float32, before any filter. Raises DataError and ConfigError.
         """
         from mesh_transformer import generation
 
