@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from mesh_transformer.parameters import Kind
 
 F32, BF16 = 4, 2  # bytes of a number
+ZERO = {
+    0: "every replica holds all of it",
+    1: "moments are cut over the replicas",
+    3: "weights, gradients and moments are cut over the replicas",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,31 @@ def activations(config: Config) -> str:
     return f"{about}, in {dtype}{twice}"
 
 
+def collected_bytes(config: Config) -> int:
+    """What `early_collect` adds on one device: the weights of all layers, whole over the replicas, for a whole step."""
+    mp, layers = config.mesh.cores_per_replica, [kind for kind in _kinds(config) if kind.stacked and kind.zero]
+    width = F32 if config.model.compute_dtype == "float32" else BF16
+    return width * sum(math.prod(kind.local_shape(mp)) for kind in layers)
+
+
+def _zero_lines(config: Config, dp: int) -> list[str]:
+    """What zero_stage does to the bytes of a device, beside the other stages; nothing to say of one replica."""
+    if dp == 1:
+        return []
+    totals = {
+        stage: device_bytes(
+            dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, zero_stage=stage)), dp
+        ).total
+        for stage in ZERO
+    }
+    stage = config.mesh.zero_stage
+    others = ", ".join(f"stage {other} {size(total, exact=False)}" for other, total in totals.items() if other != stage)
+    lines = [f"zero_stage {stage}      {ZERO[stage]}, dp {dp}; with {others} a device"]
+    if stage == 3 and config.version == 2 and config.run.early_collect:
+        lines.append(f"early_collect     holds all layers' weights besides: {size(collected_bytes(config))}")
+    return lines
+
+
 def _kinds(config: Config) -> tuple[Kind, ...]:
     from mesh_transformer import parameters
 
@@ -103,6 +133,7 @@ def report(config: Config, n_devices: int | None = None) -> str:
         f"  gradients       {size(held.gradients)}",
         f"  optimizer       {size(held.optimizer)}",
         f"  activations     {activations(config)}",
+        *_zero_lines(config, dp),
         "",
         *schedule_lines(config, dp, records),
     ]

@@ -73,6 +73,29 @@ def test_activations_by_hand():
     assert auto.endswith("in float32") and " with remat dots or about " in auto
 
 
+def test_what_zero_stage_does_to_a_device_by_hand():
+    d, vocab, layers, dp = 64, 128, 2, 4
+    cut = vocab * d + layers * (4 * d * d + 8 * d * d) + d * vocab  # matrices
+    vectors = d + layers * (2 * d + d + 4 * d) + 2 * d + vocab
+    whole, part = cut + vectors, cut // dp + vectors
+    bytes_of = {0: 16 * whole, 1: 8 * whole + 8 * part, 3: 16 * part}
+    for stage, held in bytes_of.items():
+        config = load_config({**TINY, "cores_per_replica": 1, "zero_stage": stage})
+        assert device_bytes(config, dp).total == held
+        said = shown(report(config, dp), f"zero_stage {stage}")
+        assert ("cut over the replicas" in said) == (stage > 0) and ("weights" in said) == (stage == 3)
+        for other in bytes_of.keys() - {stage}:
+            assert f"stage {other} {size(bytes_of[other]).split(' (')[0]}" in said
+    assert "zero_stage 0 " not in report(load_config(TINY), 4).split("per device")[1], "one replica has nothing to cut"
+
+
+def test_what_early_collect_holds_besides():
+    matrices = 2 * 16 * 64 * 64  # of version 2's layers
+    config = {**TINY, "version": 2, "cores_per_replica": 1}
+    assert f"({2 * matrices:,} bytes)" in shown(report(load_config(config), 2), "early_collect     holds")
+    assert "holds" not in report(load_config({**config, "early_collect": False}), 2)
+
+
 def test_mesh_and_batch():
     text = report(load_config(TINY), 8)
     assert shown(text, "mesh") == "dp 2 x mp 4: 2 replicas of 4 devices, 2 heads on each device"
