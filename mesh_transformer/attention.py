@@ -56,10 +56,13 @@ def t5_bucket(distance: np.ndarray) -> np.ndarray:
 
 
 def t5_bias(table_hN: jax.Array, query_start: int, query_stop: int, key_start: int, key_stop: int) -> jax.Array:
-    """Bias [1, h, t, T] for a block of queries and keys, from the table [h, 32]."""
-    distance = np.arange(query_start, query_stop)[:, None] - np.arange(key_start, key_stop)[None, :]
-    bucket = t5_bucket(distance)
-    return table_hN.astype(jnp.float32)[:, bucket][None]
+    """Bias [1, h, t, T] for a block of queries and keys, from the table [h, 32].
+
+    Buckets are constants of the program by distance only, not by pair.
+    """
+    by_distance = table_hN.astype(jnp.float32)[:, t5_bucket(np.arange(query_stop - key_start))]
+    query, key = jnp.arange(query_start, query_stop)[:, None], jnp.arange(key_start, key_stop)[None, :]
+    return by_distance[:, jnp.maximum(query - key, 0)][None]
 
 
 def attend(
@@ -86,18 +89,24 @@ def causal_attention(
 ) -> jax.Array:
     """Causal attention [B, h, S, K] -> [B, h, S, K], over blocks of query rows against the keys up to their end.
 
-    The half of the score matrix above the diagonal is not computed, nor is the whole matrix ever in memory.
-    `bias(query_start, query_stop, key_start, key_stop)` gives a block's bias; `key_visible_BS` hides keys (bool).
+    The half of the score matrix above the diagonal is not computed, nor is the whole matrix ever in memory: a gradient
+    computes each block's weights and bias again. `bias(query_start, query_stop, key_start, key_stop)` gives a block's bias; `key_visible_BS` hides keys (bool).
     """
     if bias is None and key_visible_BS is None:
         return fused_attention.causal_attention(q_BhSK, k_BhSK, v_BhSK)
-    out = []
-    for start, stop in query_blocks(q_BhSK.shape[2]):
+
+
+    def block(q_BhtK: jax.Array, k_BhTK: jax.Array, v_BhTK: jax.Array, start: int, stop: int) -> jax.Array:
         visible = causal_block(start, stop)[None, None]
         if key_visible_BS is not None:
             visible = visible & key_visible_BS[:, None, None, :stop]
-        block_bias = None if bias is None else bias(start, stop, 0, stop)
-        out.append(attend(q_BhSK[:, :, start:stop], k_BhSK[:, :, :stop], v_BhSK[:, :, :stop], visible, block_bias))
+        return attend(q_BhtK, k_BhTK, v_BhTK, visible, None if bias is None else bias(start, stop, 0, stop))
+
+    again = jax.checkpoint(block, static_argnums=(3, 4))
+    out = [
+        again(q_BhSK[:, :, start:stop], k_BhSK[:, :, :stop], v_BhSK[:, :, :stop], start, stop)
+        for start, stop in query_blocks(q_BhSK.shape[2])
+    ]
     return checkpoint_name(jnp.concatenate(out, axis=2), "attended")  # as rematerialisation knows it
 
 

@@ -1,0 +1,93 @@
+"""Attention in blocks and the loss in chunks equal their plain forms, values and gradients, and what a step needs in
+memory grows with the sequence, not with its square."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import mesh_of, network_of
+
+from mesh_transformer import attention, steps
+from mesh_transformer.cross_entropy import weighted_loss
+from mesh_transformer.transformer_shard import train_step
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array | None) -> jax.Array:
+    """All scores at once, [B, h, S, S]."""
+    S = q.shape[2]
+    scores = jnp.einsum("bhtk,bhTk->bhtT", q, k, precision="highest") / math.sqrt(q.shape[-1])
+    distance = np.arange(S)[:, None] - np.arange(S)[None, :]
+    if table is not None:
+        scores = scores + table[:, attention.t5_bucket(distance)][None]
+    weights = jax.nn.softmax(jnp.where(jnp.asarray(distance >= 0)[None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhtT,bhTk->bhtk", weights, v, precision="highest")
+
+
+# Not a multiple of the block of 128, less than one, and so long that the blocks are larger than 128.
+@pytest.mark.parametrize("S", [5, 300, 2100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_attention_in_blocks_is_plain_attention(S: int, with_bias: bool) -> None:
+    q, k, v, weight = (normal(seed, 1, 2, S, 8) for seed in range(4))
+    table = 0.3 * normal(4, 2, 32) if with_bias else None
+
+    def loss(function: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(function(*a) * weight), (0, 1, 2, 3)[: 3 + with_bias]))
+
+    blocked = loss(lambda q, k, v, table=None: attention.causal_attention(q, k, v, attention.t5_bias_of(table)))
+    arguments = (q, k, v) if table is None else (q, k, v, table)
+    value, gradients = blocked(*arguments)
+    expected, others = loss(lambda q, k, v, table=None: plain_attention(q, k, v, table))(*arguments)
+    assert float(value) == pytest.approx(float(expected), abs=1e-5 * float(jnp.sum(jnp.abs(weight))))
+    for got, other in zip(gradients, others, strict=True):
+        assert np.abs(got - other).max() <= 1e-5 * np.abs(other).max()
+        assert np.abs(other).max() > 0.1
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("z_loss", ["reference", "log_z", "off"])
+def test_loss_in_chunks_is_the_loss_of_all_logits(chunk: int, z_loss: str) -> None:
+    N, D, V = 24, 16, 40
+    h, w, b = normal(0, N, D), normal(1, D, V), normal(2, V)
+    target, weight = jnp.asarray(np.random.default_rng(3).integers(0, V, N), jnp.int32), jnp.abs(normal(4, N))
+
+    def whole(h: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        logits = jnp.dot(h, w, precision="highest") + b[None, :]
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        peak = jax.lax.stop_gradient(logits.max(-1)) if z_loss == "reference" else 0.0
+        z = 0.0 if z_loss == "off" else 1e-4 * jnp.square(jax.nn.logsumexp(logits, axis=-1) - peak)
+        return jnp.sum(weight * (z - log_p[jnp.arange(N), target]))
+
+    spec = jax.sharding.PartitionSpec()
+    chunked = lambda h, w, b: weighted_loss(h, w, b, target, weight, chunk, z_loss)[0]  # noqa: E731
+    mapped = jax.shard_map(chunked, mesh=mesh_of(1, 1), in_specs=spec, out_specs=spec)
+    value, gradients = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(h, w, b)
+    expected, others = jax.value_and_grad(whole, (0, 1, 2))(h, w, b)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    for got, other in zip(gradients, others, strict=True):
+        assert np.abs(got - other).max() <= 1e-5 * np.abs(other).max()
+
+
+def temporary_bytes(S: int, pe: str, remat: str) -> int:
+    net = network_of(1, 1, seq=S, pe=pe, remat=remat, d_model=16, n_heads=2, layers=2)
+    ids = jax.ShapeDtypeStruct((1, 1, S), jnp.int32)
+    batch: Any = steps.Batch(ids, ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32))
+    state = jax.eval_shape(lambda: net.state)
+    step = train_step(net.model, net.config.optim, net.mesh)
+    return int(step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes)
+
+
+@pytest.mark.parametrize(("pe", "remat"), [("rotary", "none"), ("t5", "none"), ("t5", "dots"), ("t5", "full")])
+def test_memory_grows_with_the_sequence_not_with_its_square(pe: str, remat: str) -> None:
+    """Up to 2048 positions a block is 128 rows, so that its scores grow with the keys alone."""
+    short, long = (temporary_bytes(S, pe, remat) for S in (1024, 2048))
+    assert long < 2.3 * short
+    assert long < 2 * 4 * 2048 * 2048, "a head's scores of two layers"
