@@ -70,7 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"jax {jax.__version__}; {', '.join(f'{key} {value}' for key, value in SHAPE.items())}; medians")
     print("| attention | remat | " + " | ".join(f"S {length}: MiB | s" for length in options.lengths) + " |")
     print("|---|---|" + "---|---|" * len(options.lengths))
-    cases = [(False, remat) for remat in options.remats] + [(True, remat) for remat in options.remats if remat != "full"]
+    cases = [(False, remat) for remat in options.remats] + [
+        (True, remat) for remat in options.remats if remat != "full"
+    ]
     for plain, remat in cases:
         cells = [measure(length, remat, plain, options.rounds) for length in options.lengths]
         row = " | ".join(f"{mib:.0f} | {seconds:.3f}" for mib, seconds in cells)

@@ -57,7 +57,10 @@ def measure(cases: list[Case], rounds: int, sequences: int) -> dict[Case, list[f
 
 
 def table(seconds: dict[Case, list[float]]) -> list[str]:
-    lines = ["| version | mesh | stage 0, ms | stage 1, ms | stage 3, ms | 1 / 0 | 3 / 0 |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| version | mesh | stage 0, ms | stage 1, ms | stage 3, ms | 1 / 0 | 3 / 0 |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for version, dp, mp in dict.fromkeys(case[:3] for case in seconds):
         none, one, three = (statistics.median(seconds[version, dp, mp, stage]) for stage in BARS)
         times = " | ".join(f"{1000 * value:.0f}" for value in (none, one, three))

@@ -95,7 +95,6 @@ def causal_attention(
     if bias is None and key_visible_BS is None:
         return fused_attention.causal_attention(q_BhSK, k_BhSK, v_BhSK)
 
-
     def block(q_BhtK: jax.Array, k_BhTK: jax.Array, v_BhTK: jax.Array, start: int, stop: int) -> jax.Array:
         visible = causal_block(start, stop)[None, None]
         if key_visible_BS is not None:
