@@ -90,7 +90,8 @@ def causal_attention(
     """Causal attention [B, h, S, K] -> [B, h, S, K], over blocks of query rows against the keys up to their end.
 
     The half of the score matrix above the diagonal is not computed, nor is the whole matrix ever in memory: a gradient
-    computes each block's weights and bias again. `bias(query_start, query_stop, key_start, key_stop)` gives a block's bias; `key_visible_BS` hides keys (bool).
+    computes each block's weights and bias again. `bias(query_start, query_stop, key_start, key_stop)` gives a block's
+    bias; `key_visible_BS` hides keys (bool).
     """
     if bias is None and key_visible_BS is None:
         return fused_attention.causal_attention(q_BhSK, k_BhSK, v_BhSK)

@@ -17,7 +17,8 @@ from test_repository import ROOT, commands
 
 from mesh_transformer import load_config, parameters
 from mesh_transformer.config import Config, check_mesh
-from mesh_transformer.config_report import device_bytes, main, short_size
+from mesh_transformer.config_report import device_bytes, main, size
+from mesh_transformer.memory import activation_bytes
 
 PAGE = ROOT / "docs/parallelism.md"
 LARGE = [ROOT / f"configs/{size}B_v{version}.json" for size in (13, 20, 40, 175) for version in (1, 2)]
@@ -25,16 +26,21 @@ GOLDEN = ROOT / "tests/data/golden_v2"
 
 
 def row(path: Path) -> str:
-    """The page's row of a config; what is kept of activations is a layer's input, 2 bytes a number (remat full)."""
+    """The page's row of a config; activations are bfloat16."""
     config = load_config(path)
     assert config.mesh.tpu_size
     dp, mp = check_mesh(config, config.mesh.tpu_size)
     model, kinds = config.model, parameters.kinds(config.model, mp)
-    kept = 2 * model.layers * config.mesh.per_replica_batch * model.seq * model.d_model
+    tokens = config.mesh.per_replica_batch * model.seq
+    active = activation_bytes(model, mp, tokens, model.remat, 2)
     layer = sum(math.prod(k.local_shape(mp)) for k in kinds if k.stacked) // model.layers
     in_use = 0 if config.mesh.zero_stage < 3 else (2 * 2 + 4) * layer  # two layers' weights, a layer's gradient
     cells = [f"{parameters.count(model) / 1e9:.2f} B", f"dp {dp} x mp {mp}", str(config.mesh.zero_stage)]
-    cells += [short_size(device_bytes(config, dp).total), short_size(kept), short_size(in_use) if in_use else "-"]
+    cells += [
+        size(device_bytes(config, dp).total, exact=False),
+        size(active, exact=False),
+        size(in_use, exact=False) if in_use else "-",
+    ]
     return f"| `{path.name}` | {' | '.join(cells)} |"
 
 
