@@ -89,7 +89,7 @@ def causal_attention(
 ) -> jax.Array:
     """Causal attention [B, h, S, K] -> [B, h, S, K], over blocks of query rows against the keys up to their end.
 
-    The half of the score matrix above the diagonal is not computed, nor is the whole matrix ever in memory: a gradient
+    The half of the score matrix above the diagonal is not computed, nor is anything of it kept for a gradient, which
     computes each block's weights and bias again. `bias(query_start, query_stop, key_start, key_stop)` gives a block's
     bias; `key_visible_BS` hides keys (bool).
     """

@@ -1,5 +1,4 @@
-"""Attention in blocks and the loss in chunks equal their plain forms, values and gradients, and what a step needs in
-memory grows with the sequence, not with its square."""
+"""Attention in blocks and the loss in chunks equal their plain forms, values and gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mesh_of, network_of
+from conftest import mesh_of
 
-from mesh_transformer import attention, steps
+from mesh_transformer import attention
 from mesh_transformer.cross_entropy import weighted_loss
-from mesh_transformer.transformer_shard import train_step
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -74,20 +72,3 @@ def test_loss_in_chunks_is_the_loss_of_all_logits(chunk: int, z_loss: str) -> No
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     for got, other in zip(gradients, others, strict=True):
         assert np.abs(got - other).max() <= 1e-5 * np.abs(other).max()
-
-
-def temporary_bytes(S: int, pe: str, remat: str) -> int:
-    net = network_of(1, 1, seq=S, pe=pe, remat=remat, d_model=16, n_heads=2, layers=2)
-    ids = jax.ShapeDtypeStruct((1, 1, S), jnp.int32)
-    batch: Any = steps.Batch(ids, ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32))
-    state = jax.eval_shape(lambda: net.state)
-    step = train_step(net.model, net.config.optim, net.mesh)
-    return int(step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes)
-
-
-@pytest.mark.parametrize(("pe", "remat"), [("rotary", "none"), ("t5", "none"), ("t5", "dots"), ("t5", "full")])
-def test_memory_grows_with_the_sequence_not_with_its_square(pe: str, remat: str) -> None:
-    """Up to 2048 positions a block is 128 rows, so that its scores grow with the keys alone."""
-    short, long = (temporary_bytes(S, pe, remat) for S in (1024, 2048))
-    assert long < 2.3 * short
-    assert long < 2 * 4 * 2048 * 2048, "a head's scores of two layers"
