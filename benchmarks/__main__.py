@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ["training.py", "generate.py", "compile_time.py", "zero.py", "memory.py", "data.py", "checkpoint.py", "evaluate.py"]
+SCRIPTS = [
+    "training.py",
+    "generate.py",
+    "compile_time.py",
+    "zero.py",
+    "memory.py",
+    "data.py",
+    "checkpoint.py",
+    "evaluate.py",
+]
 
 
 def main() -> int:
