@@ -127,6 +127,30 @@ def test_of_equal_logits_the_first_id_is_the_greedy_one(mp):
         tied.state = state
 
 
+def test_each_replica_has_contexts_of_its_own():
+    pairs = [(prose(5, seed), choice) for seed in range(8) for choice in (" a", " the moon")]
+    counting = Counting(net(2, 4))
+    found = evaluator(scorer=counting).loglikelihood(pairs)
+    assert {(batch.shared, batch.rows) for batch in counting.batches} == {(True, 8)}
+    wanted = evaluator().loglikelihood(pairs)
+    np.testing.assert_allclose([a.logprob for a in found], [b.logprob for b in wanted], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("merged", [None, 2])
+def test_version_2_is_scored_without_its_z_loss(merged):
+    """Alone and together, in the reference's mode too, whose evaluation has the z-loss in every loss."""
+    two = network(1, 1, seq=S, n_vocab=V, version=2, v2_merged_heads=merged)
+    logits = np.asarray(two.logits(np.array([[1, 2, 5, 7] + [0] * (S - 4)])))[0].astype(np.float64)
+    wanted = [logits[2][token] - np.log(np.exp(logits[2]).sum()) for token in (7, 9)]
+    from mesh_transformer.evaluation.batching import Batch, Group
+
+    scorer = NetworkScorer(two, tokenizer())
+    together = Batch((Group((1, 2, 5), ((7,), (9,))),), 1, 8, 2, 8)
+    alone = Batch((Group((1, 2, 5), ((7,),)), Group((1, 2, 5), ((9,),))), 2, 8, 1, 0)
+    for batch in (together, alone):
+        np.testing.assert_allclose([score.logprob for score in scorer.score(batch)()], wanted, atol=1e-4, rtol=0)
+
+
 def test_equal_choices_tie_exactly():
     a, b, c = evaluator().loglikelihood([("the", " cat"), ("the", " cat"), ("the", " moon")])
     assert a == b != c

@@ -10,7 +10,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval
 pytest.importorskip("torch", reason="torch is not installed (the extra `peers`)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `peers`)")
 
-LIMITS = {"order": 30, "word": 60, "text": 2, "line": 20}
+LIMITS = {"order": 30, "word": 60, "text": 2, "line": 32}
 MESHES = [(1, 1), (1, 4)]
 
 
@@ -92,5 +92,5 @@ def test_generated_texts_are_those_of_hugging_face(mesh):
     (mine, answers), (peer, wanted) = ours(*mesh)["python_line"], theirs()["python_line"]
     assert answers == wanted
     assert len({str(found) for _, found in answers}) > 5, "an answer that is always the same would be no test"
-    assert mine["exact_match,none"] == peer["exact_match,none"]
+    assert mine["exact_match,none"] == peer["exact_match,none"] > 0
     assert not any("\n" in text for _, ((text,),) in answers)
