@@ -10,6 +10,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval
 pytest.importorskip("torch", reason="torch is not installed (the extra `peers`)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `peers`)")
 
+pytestmark = pytest.mark.slow
+
 LIMITS = {"order": 30, "word": 60, "text": 2, "line": 32}
 MESHES = [(1, 1), (1, 4)]
 
