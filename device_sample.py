@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_transformer.command_line import add_devices, add_weights, complain, log_lines, positive
+from mesh_transformer.command_line import add_devices, add_version, add_weights, complain, log_lines, positive
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, ConfigError, MeshTransformerError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ SAMPLER = (
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
+    add_version(parser)
     add_weights(parser)
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", metavar="TEXT", help="continue this text")
@@ -134,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
     from mesh_transformer import prompt_files
     from mesh_transformer.config import load_config
 
-    config = load_config(options.config)
+    config = load_config(options.config, version=options.version)
     prompts = [] if options.prompt_file is None else prompt_files.read_prompts(options.prompt_file)
     answers = prompt_files.Answers(options.output, prompts)
     # Imported after parsing and reading the config, so that --help and mistakes show at once.

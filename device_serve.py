@@ -30,6 +30,7 @@ KEYS = "MESH_TRANSFORMER_API_KEYS"  # an environment variable, which other users
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
+    command_line.add_version(parser)
     command_line.add_weights(parser)
     where = parser.add_argument_group("where it listens")
     where.add_argument("--host", default=HOST, help=f"address to listen on ({HOST}: this machine only)")
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     """Serves until it is told to end; the exit code. Raises MeshTransformerError for what the user can correct."""
     from mesh_transformer.config import load_config
 
-    config = load_config(options.config)
+    config = load_config(options.config, version=options.version)
     keys = api_keys(options)
     _check_installed()
     # Imported after parsing and reading the config, so that --help and mistakes show at once.

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.command_line import complain, ending_at_once, log_lines, positive
+from mesh_transformer.command_line import add_version, complain, ending_at_once, log_lines, positive
 from mesh_transformer.errors import EXIT_KEYBOARD, EXIT_NONFINITE, MeshTransformerError, NonFiniteError
 
 
@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, compile, take one step, leave nothing behind"
     )
-    parser.add_argument("--version", type=int, choices=(1, 2), help="network version (default: the config's, or 1)")
+    add_version(parser)
     parser.add_argument(
         "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
     )

@@ -13,13 +13,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.command_line import complain, log_lines, which_step
+from mesh_transformer.command_line import add_version, complain, log_lines, which_step
 from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="JSON config, a path or URL")
+    add_version(parser)
     parser.add_argument(
         "--ckpt-step", type=which_step, default="latest", metavar="N", help="a step, latest or best (latest)"
     )
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with log_lines():
-            config = load_config(options.config)
+            config = load_config(options.config, version=options.version)
             run = config.run
             store = CheckpointStore(run.directory, run.keep_n, run.keep_every, run.keep_best)
             source = store.path(store.resolve(options.ckpt_step))

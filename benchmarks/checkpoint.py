@@ -36,12 +36,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=8, help="M of the files")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--mp", type=int, default=8)
+    parser.add_argument("--format", choices=("shards", "orbax"), default="shards", help="layout (shards)")
     parser.add_argument("--folder", help="where to write (default: a temporary folder, removed)")
     parser.add_argument("--phase", choices=("save", "load", "load-slim"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def config_for(megabytes: int, shards: int) -> Any:
+def config_for(megabytes: int, shards: int, ckpt_format: str) -> Any:
     """A model whose full state takes about so many megabytes, most of it in its layers, as in large models."""
     from mesh_transformer.config import load_config
 
@@ -50,6 +51,7 @@ def config_for(megabytes: int, shards: int) -> Any:
     return load_config({
         "layers": LAYERS, "d_model": d_model, "n_heads": 16, "n_vocab": 4 * d_model, "seq": 128, "pe_rotary_dims": 4,
         "cores_per_replica": shards, "total_steps": 1, "train_set": "none", "model_dir": "none",
+        "ckpt_format": ckpt_format,
     })  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def run_phase(options: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer.mesh import DP, MP, choose_platform
 
     choose_platform("cpu", options.dp * options.mp)
-    config = config_for(options.megabytes, options.shards)
+    config = config_for(options.megabytes, options.shards, options.format)
     grid = np.asarray(jax.devices()[: options.dp * options.mp]).reshape(options.dp, options.mp)
     mesh = jax.sharding.Mesh(grid, (DP, MP))
     if options.phase == "save":
@@ -102,7 +104,7 @@ def run_phase(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _save(folder: str, config: Any, mesh: Any) -> dict[str, Any]:
-    from mesh_transformer.checkpoint.shards import snapshot
+    from mesh_transformer.checkpoint.snapshot import snapshot
     from mesh_transformer.checkpoint.store import CheckpointStore
 
     state = _made_state(config, mesh)
@@ -123,7 +125,7 @@ def _save(folder: str, config: Any, mesh: Any) -> dict[str, Any]:
 def _load(folder: str, config: Any, mesh: Any, optimizer: bool) -> dict[str, Any]:
     import jax
 
-    from mesh_transformer.checkpoint.shards import read_step
+    from mesh_transformer.checkpoint.formats import read_step
     from mesh_transformer.checkpoint.store import find_step
 
     jax.block_until_ready(jax.device_put(0.0))  # the runtime's own memory is there before
@@ -182,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _folder(options.folder) as folder:
         for phase in ("save", "load", "load-slim"):
             command = [sys.executable, __file__, "--phase", phase, "--folder", folder]
-            for name in ("megabytes", "shards", "dp", "mp"):
+            for name in ("megabytes", "shards", "dp", "mp", "format"):
                 command += [f"--{name}", str(getattr(options, name))]
             subprocess.run(command, check=True)
     return 0

@@ -78,6 +78,11 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """--version: for `load_config`."""
+    parser.add_argument("--version", type=int, choices=(1, 2), help="network version (default: the config's, or 1)")
+
+
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """--platform, --devices: for `inference.start_mesh`."""
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="refuse to run on any other (default: any)")

@@ -227,7 +227,13 @@ class RunConfig:
     keep_best: str | None = key(
         STRING, None, "val_set name whose lowest loss keeps its checkpoint", derived="the first val_set name"
     )
-    ckpt_format: str = key(STRING, "shards", "layout on disk; only shards is available so far", choices=("shards",))
+    ckpt_format: str = key(
+        STRING,
+        None,
+        "layout of checkpoints: shards, the published one, or orbax",
+        derived="shards; in version 2 orbax",
+        choices=("shards", "orbax"),
+    )
     trackers: tuple[str, ...] = key(
         STRINGS, ("jsonl",), "where metrics go; jsonl always", choices=("jsonl", "tensorboard", "wandb")
     )

@@ -151,6 +151,8 @@ def derive(values: Values, raw: Values, source: str | None) -> dict[str, Any]:
         found["norm"], found["pe"] = "layernorm", "rotary"
     if found["zero_stage"] is None:
         found["zero_stage"] = 3 if found["version"] == 2 else 0
+    if found["ckpt_format"] is None:
+        found["ckpt_format"] = "orbax" if found["version"] == 2 else "shards"
     if found["d_head"] is not None and found["d_head"] * found["n_heads"] == found["d_model"]:
         found["d_head"] = None  # it says nothing that d_model / n_heads does not
     if found["end_lr"] is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_transformer import steps, storage
-from mesh_transformer.checkpoint import formats, inventory, manifest
+from mesh_transformer.checkpoint import formats, manifest
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore, Which, find_step
 from mesh_transformer.config import Config, check_interpreter, differences, mesh_notice
@@ -84,13 +84,12 @@ def _first_good(paths: Sequence[str], use: Callable[[str], T]) -> tuple[T, list[
 
 def _check(path: str, config: Config) -> None:
     """Raises CheckpointError where the step is not of the config's model, DamagedError where files are missing."""
-    found = inventory.take(path, config.model)
-    theirs = found.manifest.details.get("agreement", {}) if found.manifest is not None else {}
+    described = formats.check(path, config.model, config.mesh.cores_per_replica)
+    theirs = described.details.get("agreement", {}) if described is not None else {}
     mine = config.agreement()
     different = differences({k: theirs[k] for k in _AGREED if k in theirs}, {k: mine[k] for k in _AGREED})
     if different:
         raise CheckpointError(f"{path} is of another model: {'; '.join(different)}. Use the config it was trained with")
-    inventory.match(found, config.model, config.mesh.cores_per_replica)
 
 
 def check_tokenizer(step_dir: str, config: Config, tokenizer: Tokenizer) -> None:

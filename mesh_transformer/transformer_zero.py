@@ -33,8 +33,8 @@ def as_version_2(config: Config) -> Config:
     if config.version == 2:
         return config
     flat = config.to_dict()
-    if "zero_stage" not in config.given:
-        del flat["zero_stage"]  # version 2's own default
+    for key in {"zero_stage", "ckpt_format"} - config.given:
+        del flat[key]  # version 2 has its own default
     return dataclasses.replace(load_config(flat, version=2), source=config.source, given=config.given)
 
 

@@ -29,11 +29,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mesh_transformer.checkpoint import inventory, manifest, retention  # noqa: E402
+from mesh_transformer.checkpoint import manifest, retention  # noqa: E402
 from mesh_transformer.checkpoint.store import CheckpointStore  # noqa: E402
 from mesh_transformer.data.records import RecordWriter  # noqa: E402
 
 SEQ, VOCAB, RECORDS_PER_FILE = 16, 64, 37  # files end in the middle of a step
+DATED = "_CHECKPOINT_METADATA"  # in which Orbax notes the time
 TIMES = ("time", "train/step_seconds", "train/steps_per_sec", "train/tokens_per_sec", "train/model_flops_per_sec")
 DEADLINE = 900.0  # seconds for a process to reach the moment at which it is killed
 
@@ -48,6 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500, help="length of the run")
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--mp", type=int, default=4)
+    parser.add_argument("--version", type=int, choices=(1, 2), default=1, help="of the network (1)")
+    parser.add_argument("--ckpt-format", choices=("shards", "orbax"), help="layout of checkpoints (the version's)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--folder", help="where to work (default: a temporary folder, removed if all is well)")
     return parser.parse_args(arguments)
@@ -98,12 +101,12 @@ class Run:
     def checksums(self) -> dict[str, str]:
         """Checksums of the newest step's files, read again from the disk."""
         step = self.store.path(self.store.resolve("latest"))
-        return {name: entry.crc32c for name, entry in check_step(step).files.items()}
+        return {name: entry.crc32c for name, entry in check_step(step).files.items() if not name.endswith(DATED)}
 
 
 def check_step(step_dir: str) -> manifest.Manifest:
     """A step's manifest, with every file compared against it; raises CheckpointError if one is not whole."""
-    found = inventory.take(step_dir).manifest
+    found = manifest.read(step_dir)
     if found is None:
         raise FailedError(f"{step_dir} has no manifest")
     manifest.verify(step_dir, found)
@@ -128,7 +131,10 @@ def make_run(folder: Path, name: str, options: argparse.Namespace) -> Run:
         "cores_per_replica": options.mp, "per_replica_batch": 1, "gradient_accumulation_steps": 2,
         "lr": 1e-2, "total_steps": options.steps, "ckpt_every": 3, "keep_n": 2, "keep_every": 50, "shuffle": True,
         "train_set": str(folder / "train.index"), "model_dir": str(run.model_dir), "name": "kill-test",
+        "version": options.version,
     }  # fmt: skip
+    if options.ckpt_format is not None:
+        config["ckpt_format"] = options.ckpt_format
     (run.folder / "config.json").write_text(json.dumps(config))
     return run
 

@@ -18,11 +18,14 @@ from mesh_transformer import storage
 from mesh_transformer.checkpoint import layout, manifest, survey
 from mesh_transformer.checkpoint.layout import FILES, StateLeaf
 from mesh_transformer.checkpoint.npz import Header, NpzReader
+from mesh_transformer.config_fields import fields_of
 from mesh_transformer.config_groups import NORMS, POSITIONS, ModelConfig
 from mesh_transformer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.manifest import Manifest
+
+_RECORDED = ("layers", "d_model", "n_heads", "n_vocab", "seq", "norm", "pe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +73,8 @@ def match(found: Inventory, model: ModelConfig, mesh_shards: int) -> tuple[State
     fits = shapes == [header.shape for header in found.headers] and all(
         leaf.fits(header.dtype) for leaf, header in zip(expected, found.headers, strict=True)
     )
-    recorded = _recorded(found)
-    if recorded is not None and any(getattr(recorded, key) != getattr(model, key) for key in ("norm", "pe")):
+    told = recorded(found.manifest)
+    if told is not None and any(getattr(told, key) != getattr(model, key) for key in ("norm", "pe")):
         fits = False  # kinds of norm can have equal shapes
     if not fits:
         raise CheckpointError(_mismatch(found, model, expected))
@@ -85,9 +88,9 @@ def match(found: Inventory, model: ModelConfig, mesh_shards: int) -> tuple[State
 
 def candidates(found: Inventory) -> list[ModelConfig]:
     """Every model whose leaves have the shapes found, most usual first; n_heads is known only with pe t5."""
-    recorded = _recorded(found)
-    if recorded is not None:
-        return [recorded]
+    told = recorded(found.manifest)
+    if told is not None:
+        return [told]
     params = (found.leaves - 3) // 3 if found.full else found.leaves - 1
     first = 2 * params + 2 if found.full else 0
     headers = found.headers[first : first + params]
@@ -121,15 +124,17 @@ def _candidate(headers: Sequence[Header], shards: int, norm: str, pe: str) -> Mo
     )
 
 
-def _recorded(found: Inventory) -> ModelConfig | None:
-    """The model of the manifest, if it says."""
-    config = found.manifest.details.get("config") if found.manifest else None
-    if not isinstance(config, dict):
+def recorded(described: Manifest | None) -> ModelConfig | None:
+    """The model of a manifest, if it says."""
+    config = described.details.get("config") if described else None
+    if not isinstance(config, dict) or any(key not in config for key in _RECORDED):
         return None
-    keys = ("layers", "d_model", "n_heads", "n_vocab", "seq", "norm", "pe")
-    if any(key not in config for key in keys):
-        return None
-    return ModelConfig(**{key: config[key] for key in keys})
+    wanted = (*_RECORDED, "version", "d_head", "pe_rotary_dims", "v2_merged_heads")
+    known = {key: field for key, (field, _) in fields_of(ModelConfig).items() if key in wanted and key in config}
+    fields = {field: config[key] for key, field in known.items()}
+    if fields.get("head_size") == fields["d_model"] // fields["n_heads"]:
+        del fields["head_size"]  # it says nothing that the others do not, as in configs
+    return ModelConfig(**fields)
 
 
 def _mismatch(found: Inventory, model: ModelConfig, expected: Sequence[StateLeaf]) -> str:
@@ -142,6 +147,8 @@ def _mismatch(found: Inventory, model: ModelConfig, expected: Sequence[StateLeaf
             keys.insert(2, "n_heads")
         if guesses[0].pe == "fixed" and model.pe == "fixed":
             keys.append("seq")
+        if guesses[0].version != model.version:
+            keys.insert(0, "version")
         for key in keys:
             wanted = getattr(model, key)
             has = list(dict.fromkeys(getattr(guess, key) for guess in guesses))

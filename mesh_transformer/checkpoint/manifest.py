@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import google_crc32c
 
 from mesh_transformer import gcs, storage
+from mesh_transformer.checkpoint import layout
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.npz import file_crc32c
 from mesh_transformer.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = "mesh-transformer step, npz shards"
+ORBAX = "mesh-transformer step, orbax"
 VERSION = 1
 
 _WORKERS = 4
-_PACKAGES = ("mesh-transformer", "jax", "jaxlib", "numpy", "dm-haiku", "optax")
+_PACKAGES = ("mesh-transformer", "jax", "jaxlib", "numpy", "dm-haiku", "optax", "orbax-checkpoint")
 
 
 class FileEntry(NamedTuple):
@@ -36,7 +38,10 @@ class FileEntry(NamedTuple):
 
 
 class LeafEntry(NamedTuple):
-    """One leaf in the order of the files: `shape` whole, `shard_shape` of one shard's part."""
+    """One leaf, in the order of the files: `shape` whole, of one layer; `shard_shape` of one shard's part.
+
+    In the layout "orbax": `shape` of all layers, `shard_shape` of one chunk.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -46,18 +51,27 @@ class LeafEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """`details` are JSON values: step, config, agreement, mesh, aux (data position, run, validation losses)."""
+    """`format`: FORMAT or ORBAX; `shards`: M of the files, or in the latter of the mesh that it was saved on.
+
+    `details` are JSON values: step, config, agreement, mesh, aux (data position, run, validation losses).
+    """
 
     shards: int
     leaves: list[LeafEntry]
     files: dict[str, FileEntry]
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    format: str = FORMAT
+
+    @property
+    def full(self) -> bool:
+        """Whether the optimizer's state is there."""
+        return any(leaf.name == layout.COUNT for leaf in self.leaves)
 
 
 def write(step_dir: str, manifest: Manifest) -> None:
     """Write manifest.json, durable when this returns. Raises StorageError."""
     body = {
-        "format": FORMAT,
+        "format": manifest.format,
         "version": VERSION,
         **manifest.details,
         "shards": manifest.shards,
@@ -85,16 +99,16 @@ def read(step_dir: str) -> Manifest | None:
         raise DamagedError(f"{path} is corrupt: {error}") from error
     if checksum != _checksum(body):
         raise DamagedError(f"{path} is corrupt: its own checksum does not match")
-    if body["format"] != FORMAT or body["version"] > VERSION:
+    if body["format"] not in (FORMAT, ORBAX) or body["version"] > VERSION:
         raise CheckpointError(
-            f"{path} is {body['format']!r} version {body['version']}; this release reads {FORMAT!r} up to version "
-            f"{VERSION}: use the release that wrote it, or a newer one"
+            f"{path} is {body['format']!r} version {body['version']}; this release reads {FORMAT!r} and {ORBAX!r} up "
+            f"to version {VERSION}: use the release that wrote it, or a newer one"
         )
     leaves = [LeafEntry(e["name"], tuple(e["shape"]), tuple(e["shard_shape"]), e["dtype"]) for e in body["leaves"]]
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     known = ("format", "version", "shards", "versions", "leaves", "files")
     details = {key: value for key, value in body.items() if key not in known}
-    return Manifest(body["shards"], leaves, files, details)
+    return Manifest(body["shards"], leaves, files, details, body["format"])
 
 
 def verify(step_dir: str, manifest: Manifest, names: Collection[str] | None = None) -> None:
@@ -110,8 +124,7 @@ def verify(step_dir: str, manifest: Manifest, names: Collection[str] | None = No
             return f"{name} is missing"
         if (size := storage.size(path)) != entry.bytes:
             return f"{name} has {size} bytes, expected {entry.bytes}"
-        # A bucket keeps the checksum itself; nothing needs to be read there.
-        found = gcs.crc32c(path) if gcs.owns(path) else file_crc32c(path)
+        found = _crc32c(path)
         return None if found == entry.crc32c else f"{name} has checksum {found}, expected {entry.crc32c}"
 
     wanted = [(name, entry) for name, entry in manifest.files.items() if names is None or name in names]
@@ -119,6 +132,22 @@ def verify(step_dir: str, manifest: Manifest, names: Collection[str] | None = No
         problems = [line for line in pool.map(problem, wanted) if line]
     if problems:
         raise DamagedError(f"{step_dir} was altered or cut short: {'; '.join(problems)}; use another step", problems)
+
+
+def entries_of(step_dir: str, names: Collection[str]) -> dict[str, FileEntry]:
+    """Sizes and checksums of files, named from the step's folder on, as they lie there."""
+
+    def look(name: str) -> tuple[str, FileEntry]:
+        path = storage.join(step_dir, name)
+        return name, FileEntry(storage.size(path), _crc32c(path))
+
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        return dict(pool.map(look, names))
+
+
+def _crc32c(path: str) -> str:
+    """A bucket keeps the checksum itself; nothing needs to be read there."""
+    return gcs.crc32c(path) if gcs.owns(path) else file_crc32c(path)
 
 
 def versions() -> dict[str, str]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mesh_transformer import parameters, storage
-from mesh_transformer.checkpoint import layout, manifest, meta, retention
+from mesh_transformer.checkpoint import layout, manifest, meta, orbax_steps, retention
 from mesh_transformer.checkpoint.blocks import Blocks, pieces
 from mesh_transformer.checkpoint.casting import cast
 from mesh_transformer.checkpoint.layout import StateLeaf
 from mesh_transformer.checkpoint.manifest import FileEntry, LeafEntry
 from mesh_transformer.checkpoint.npz import Header, NpzWriter
-from mesh_transformer.checkpoint.streaming import Tensor
+from mesh_transformer.checkpoint.weights import Tensor
 from mesh_transformer.errors import CheckpointError, StorageError
 from mesh_transformer.parameters import Combine
 
@@ -36,6 +36,7 @@ def write_weights(
     tensors: Iterable[Tensor],
     counters: Mapping[str, int],
     details: Mapping[str, Any] | None = None,
+    dtypes: Callable[[StateLeaf], np.dtype] | None = None,
 ) -> str:
     """Write a step of `shards` shards from tensors that come one at a time; returns the step's folder.
 
@@ -43,16 +44,22 @@ def write_weights(
     local or gs://. `tensors`: all of `tensor_leaves(model, shards, full)` in that order; each is cast to its own
     `dtype` on the way. `counters`: layout.STEP; with COUNT and SCHEDULE_COUNT the step is full, so the tensors begin
     with the moments. `details`: for the manifest, as `Weights.details` has them (step, the N of step_N, if it is not
-    counters[layout.STEP]; config, agreement, mesh, aux).
+    counters[layout.STEP]; config, agreement, mesh, aux). `dtypes`: writes the layout "orbax" instead, each tensor in
+    this type; `shards` then matters only to norm layernorm-desync.
 
     Raises CheckpointError where the model cannot be cut into so many shards, the step is already there, a tensor does
     not fit, or a value is too large for its type (f16 ends at 65504), and StorageError where there is no room; what
     was written is removed then.
     """
-    check_shards(model, shards)
     full = layout.COUNT in counters
-    stream = _Stream(layout.state_leaves(model, shards, full), tensors, counters)
     details = {"step": counters[layout.STEP], **(details or {})}
+    if dtypes is not None:
+        size = layout.step_bytes(model, 1, full, 4)
+        with new_step(out, int(details["step"]), size, details.get("aux")) as step_dir:
+            orbax_steps.write_stream(step_dir, model, shards, tensors, counters, dtypes, details)
+        return step_dir
+    check_shards(model, shards)
+    stream = _Stream(layout.state_leaves(model, shards, full), tensors, counters)
     needed = layout.step_bytes(model, shards, full, stream.itemsize)
     with new_step(out, int(details["step"]), needed, details.get("aux")) as step_dir:
         entries = _write_files(step_dir, stream, shards)

@@ -12,30 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from mesh_transformer import parameters, storage
+from mesh_transformer.checkpoint import layout
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.npz import NpzReader
-from mesh_transformer.checkpoint.shards import fresh_optimizer
 from mesh_transformer.errors import CheckpointError
-from mesh_transformer.mesh import MP, replicated
 from mesh_transformer.parameters import EMBEDDING, LAYERS, PROJECTION
-from mesh_transformer.state import OptimizerState, TrainState
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from mesh_transformer.config import ModelConfig
+    from mesh_transformer.state import TrainState
 
 META, PARAMS, MOMENTS = "meta.json", "params", "opt_state"
-
-logger = logging.getLogger(__name__)
 
 Whole = dict[tuple[str, str], np.ndarray]
 
@@ -67,52 +62,85 @@ def is_reference(step_dir: str) -> bool:
     return storage.exists(storage.join(step_dir, PARAMS, "shard_0.npz"))
 
 
+class Reference:
+    """One step: what it holds, and its tensors as those of `parameters.kinds`, a section at a time.
+
+    Raises CheckpointError where the model has no `v2_merged_heads`, or the files are of another model, DamagedError
+    naming what is missing or corrupt.
+    """
+
+    def __init__(self, step_dir: storage.PathLike, model: ModelConfig) -> None:
+        self.path, self.model = storage.normalise(step_dir), model
+        if model.v2_merged_heads is None:
+            raise CheckpointError(
+                f"{self.path} is of the 2021 library's version 2, whose heads and columns depend on the shards it was "
+                'trained with; set "v2_merged_heads" in the config to the cores_per_replica of that run'
+            )
+        self._hosts, self.step = _meta(self.path)
+        self.full = storage.exists(storage.join(self.path, MOMENTS, "shard_0.npz"))
+
+    def check(self) -> None:
+        """Looks at all files' headers, and reads no array."""
+        for arrays, first in self._groups():
+            with arrays:
+                for i, shape in enumerate(_shapes(self.model).values()):
+                    arrays.axis(first + i, shape)
+
+    def tensors(self, section: str) -> Whole:
+        """All whole tensors of the parameters or of one moment."""
+        if section == layout.PARAMS:
+            with _Arrays(self.path, PARAMS, self._hosts, len(ORDER)) as arrays:
+                return _tensors(arrays, 0, self.model)
+        with _Arrays(self.path, MOMENTS, self._hosts, 2 * len(ORDER) + 2) as arrays:
+            return _tensors(arrays, 1 if section == layout.MU else 1 + len(ORDER), self.model)
+
+    def counters(self) -> dict[str, int]:
+        """`layout.STEP`, and with the optimizer its counts."""
+        found = {layout.STEP: self.step}
+        if self.full:
+            with _Arrays(self.path, MOMENTS, self._hosts, 2 * len(ORDER) + 2) as arrays:
+                found[layout.COUNT] = int(arrays.read(0, ()))
+                found[layout.SCHEDULE_COUNT] = int(arrays.read(2 * len(ORDER) + 1, ()))
+        return found
+
+    def _groups(self) -> Iterator[tuple[_Arrays, int]]:
+        yield _Arrays(self.path, PARAMS, self._hosts, len(ORDER)), 0
+        if self.full:
+            for first in (1, 1 + len(ORDER)):
+                yield _Arrays(self.path, MOMENTS, self._hosts, 2 * len(ORDER) + 2), first
+
+
 def read_step(
     step_dir: str,
     model: ModelConfig,
     mesh: Mesh,
     optimizer: bool = True,
-    dtype: Any = jnp.float32,
+    dtype: Any = np.float32,
     zero_stage: int = 0,
 ) -> TrainState:
-    """The step as a new TrainState of global arrays; options as in `shards.read_step`.
+    """The step as a new TrainState of global arrays; options as in `shards.read_step`, errors as in `Reference`."""
+    import jax
+    from jax.sharding import NamedSharding
 
-    Raises CheckpointError where the config has no `v2_merged_heads` or the files are of another model, DamagedError
-    naming what is missing or corrupt.
-    """
-    path = storage.normalise(step_dir)
-    if model.v2_merged_heads is None:
-        raise CheckpointError(
-            f"{path} is of the 2021 library's version 2, whose heads and columns depend on the shards it was trained "
-            'with; set "v2_merged_heads" in the config to the cores_per_replica of that run'
-        )
-    found = _meta(path)
+    from mesh_transformer.checkpoint import placing
+    from mesh_transformer.mesh import MP
 
-    def placed(whole: Whole, dtype: Any, moments: bool) -> Any:
-        specs = parameters.storage_specs(model, int(mesh.shape[MP]), zero_stage, moments)
+    found = Reference(step_dir, model)
+    shards = int(mesh.shape[MP])
+
+    def placed(section: str) -> Any:
+        whole = found.tensors(section)
+        moments = section != layout.PARAMS
+        specs = parameters.storage_specs(model, shards, zero_stage, moments)
+        of = np.float32 if moments else dtype
         return parameters.tree(
-            (
-                kind,
-                jax.device_put(whole.pop(kind.path).astype(dtype), NamedSharding(mesh, specs[kind.module][kind.name])),
-            )
-            for kind in parameters.kinds(model, int(mesh.shape[MP]))
+            (k, jax.device_put(whole.pop(k.path).astype(of), NamedSharding(mesh, specs[k.module][k.name])))
+            for k in parameters.kinds(model, shards)
         )
 
-    def scalar(value: Any) -> jax.Array:
-        return jax.device_put(np.int32(value), replicated(mesh))
-
-    with _Arrays(path, PARAMS, found.hosts, len(ORDER)) as arrays:
-        params = placed(_tensors(arrays, 0, model), dtype, moments=False)
-    opt_state = None
-    if optimizer and storage.exists(storage.join(path, MOMENTS, "shard_0.npz")):
-        with _Arrays(path, MOMENTS, found.hosts, 2 * len(ORDER) + 2) as arrays:
-            mu, nu = (placed(_tensors(arrays, 1 + i * len(ORDER), model), np.float32, moments=True) for i in range(2))
-            count, updates = arrays.read(0, ()), arrays.read(2 * len(ORDER) + 1, ())
-            opt_state = OptimizerState(scalar(count), mu, nu, scalar(updates))
-    elif optimizer:
-        logger.warning("%s holds no optimizer state, so Adam starts fresh", path)
-        opt_state = fresh_optimizer(params, model, mesh, zero_stage)
-    return TrainState(params, opt_state, scalar(found.step))
+    sections = (layout.PARAMS, layout.MU, layout.NU) if optimizer and found.full else (layout.PARAMS,)
+    trees = {section: placed(section) for section in sections}
+    return placing.to_state(found.path, trees, found.counters(), optimizer, model, mesh, zero_stage)
 
 
 def _meta(path: str) -> _Meta:
@@ -142,35 +170,52 @@ class _Arrays(contextlib.ExitStack):
             if len(reader) != count:
                 raise DamagedError(f"{name} holds {len(reader)} arrays, expected {count}")
 
-    def read(self, number: int, shape: Sequence[int]) -> np.ndarray:
-        """Array `number`, whose whole shape is `shape`: host 0's, or its hosts' slices joined along the one axis in
-        which they are short."""
-        parts = [reader.read(number) for reader in self._readers]
-        hosts, first = len(parts), parts[0].shape
+    def axis(self, number: int, shape: Sequence[int]) -> int | None:
+        """Along which axis the hosts' slices of array `number` make up `shape`; None where host 0 has it whole.
+
+        Raises CheckpointError where they do not.
+        """
+        hosts, first = len(self._readers), self._readers[0].header(number).shape
         if first == tuple(shape):
-            return parts[0]
-        short = [axis for axis, size in enumerate(shape) if len(first) == len(shape) and first[axis] * hosts == size]
-        joined = np.concatenate(parts, axis=short[0]) if len(short) == 1 and hosts > 1 else parts[0]
-        if joined.shape != tuple(shape):
+            return None
+        short = [
+            axis
+            for axis, size in enumerate(shape)
+            if hosts > 1 and tuple(shape) == (*first[:axis], first[axis] * hosts, *first[axis + 1 :])
+        ]
+        if len(short) != 1:
             raise CheckpointError(
                 f"{self._names[0]}: arr_{number} is {list(first)}, the config expects {list(shape)} over {hosts} "
                 "host(s): layers, d_model, n_heads, d_head or n_vocab differ"
             )
-        return joined
+        return short[0]
+
+    def read(self, number: int, shape: Sequence[int]) -> np.ndarray:
+        """Array `number`, whose whole shape is `shape`: host 0's, or its hosts' slices joined."""
+        axis = self.axis(number, shape)
+        if axis is None:
+            return self._readers[0].read(number)
+        return np.concatenate([reader.read(number) for reader in self._readers], axis=axis)
 
 
-def _tensors(arrays: _Arrays, first: int, model: ModelConfig) -> Whole:
-    """The tensors of `parameters.kinds` from the twelve arrays that begin with number `first`."""
-    L, D, V, merged = model.layers, model.d_model, model.n_vocab, model.v2_merged_heads or 1
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the reference's twelve tensors, in their order."""
+    L, D, V = model.layers, model.d_model, model.n_vocab
     wide, narrow = 3 * model.d_attention + 2 * model.d_ff, model.d_attention + model.d_ff
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(_PLAIN, (L, D)), "/embed/embedding_shard_v2/~/linear/b": (D,),
         "/embed/embedding_shard_v2/~/linear/w": (V, D), "/proj/projection/~/layer_norm/offset": (D,),
         "/proj/projection/~/layer_norm/scale": (D,), "/proj/projection/~/linear/b": (V,),
         "/proj/projection/~/linear/w": (D, V), f"{_INPUT}/b": (L, wide), f"{_INPUT}/w": (L, D, wide),
         f"{_OUTPUT}/w": (L, narrow, D),
     }  # fmt: skip
-    read = {name: arrays.read(first + i, shapes[name]) for i, name in enumerate(ORDER)}
+    return {name: shapes[name] for name in ORDER}
+
+
+def _tensors(arrays: _Arrays, first: int, model: ModelConfig) -> Whole:
+    """The tensors of `parameters.kinds` from the twelve arrays that begin with number `first`."""
+    merged = model.v2_merged_heads or 1
+    read = {name: arrays.read(first + i, shape) for i, (name, shape) in enumerate(_shapes(model).items())}
     found = {path: read[name] for name, path in _PLAIN.items()}
     heads, ff = model.d_attention // merged, model.d_ff // merged
     for letter, names in (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from mesh_transformer import storage
-from mesh_transformer.checkpoint import manifest
+from mesh_transformer.checkpoint import manifest, orbax_layout
 from mesh_transformer.errors import StorageError
 
 # A folder with this file in it is being written or deleted: nothing in it counts, and it may be removed.
@@ -55,6 +55,8 @@ def foreign(step_dir: str) -> list[str]:
         if _is_shard(name):
             files = storage.listdir(storage.join(step_dir, name))
             found += [f"{name}/{file}" for file in files if not _is_array_file(file)]
+        elif orbax_layout.is_state_folder(name):
+            found += [f"{name}/{file}" for file in _foreign_to_state(storage.join(step_dir, name))]
         elif not _is_manifest(name) and name != UNFINISHED:
             found.append(name)
     return found
@@ -71,7 +73,9 @@ def delete(step_dir: str) -> list[str]:
     for name in storage.listdir(step_dir):
         path = storage.join(step_dir, name)
         if _is_shard(name):
-            _delete_shard(path)
+            _delete_files(path, _is_array_file)
+        elif orbax_layout.is_state_folder(name):
+            _delete_state(path)
         elif _is_manifest(name):
             storage.remove(path)
     clear_mark(step_dir)
@@ -80,13 +84,32 @@ def delete(step_dir: str) -> list[str]:
     return left
 
 
-def _delete_shard(shard_dir: str) -> None:
-    names = storage.listdir(shard_dir)
-    for name in names:
-        if _is_array_file(name):
-            storage.remove(storage.join(shard_dir, name))
-    if all(map(_is_array_file, names)):
-        storage.remove_tree(shard_dir)
+def _foreign_to_state(folder: str) -> list[str]:
+    """The names in a folder of Orbax's that a save does not write."""
+    found = []
+    for name in storage.listdir(folder):
+        if orbax_layout.is_array_folder(name):
+            files = storage.listdir(storage.join(folder, name))
+            found += [f"{name}/{file}" for file in files if not orbax_layout.is_array_file(file)]
+        elif not orbax_layout.is_state_file(name):
+            found.append(name)
+    return found
+
+
+def _delete_state(folder: str) -> None:
+    for name in storage.listdir(folder):
+        if orbax_layout.is_array_folder(name):
+            _delete_files(storage.join(folder, name), orbax_layout.is_array_file)
+    _delete_files(folder, orbax_layout.is_state_file)
+
+
+def _delete_files(folder: str, is_own: Callable[[str], bool]) -> None:
+    """Remove the folder's own files, and itself if nothing else is there."""
+    for name in storage.listdir(folder):
+        if is_own(name):
+            storage.remove(storage.join(folder, name))
+    if not storage.listdir(folder):
+        storage.remove_tree(folder)
 
 
 def _is_shard(name: str) -> bool:

@@ -7,35 +7,30 @@ placed, and each member of each file is read once, in slices. Writing reads slic
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from mesh_transformer import parameters, storage
-from mesh_transformer.checkpoint import inventory, layout, manifest
-from mesh_transformer.checkpoint.blocks import Blocks, merge_copies, pieces, region_of, rows_region
+from mesh_transformer import storage
+from mesh_transformer.checkpoint import inventory, layout, manifest, placing
+from mesh_transformer.checkpoint.blocks import Blocks, merge_copies, pieces, rows_region
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inventory import Inventory
 from mesh_transformer.checkpoint.layout import StateLeaf
 from mesh_transformer.checkpoint.npz import Header, NpzReader, NpzWriter
 from mesh_transformer.checkpoint.snapshot import Snapshot, snapshot
-from mesh_transformer.mesh import MP, replicated
-from mesh_transformer.optimizer import init as fresh_moments
+from mesh_transformer.mesh import MP
 from mesh_transformer.parameters import Combine, Kind
-from mesh_transformer.state import OptimizerState, Params, TrainState
+from mesh_transformer.state import TrainState
 
 if TYPE_CHECKING:
     from mesh_transformer.config import ModelConfig
 
 __all__ = ["read_step", "snapshot", "write_step"]
-
-logger = logging.getLogger(__name__)
 
 _WORKERS = 4
 
@@ -68,35 +63,7 @@ def read_step(
     files = _Files(found)
     trees = _read_tensors(files, leaves, sections, model, mesh, np.dtype(dtype), zero_stage)
     counters = {leaf.section: files.counter(number, leaf) for number, leaf in enumerate(leaves) if not leaf.leaf}
-
-    def scalar(section: str) -> jax.Array:
-        return jax.device_put(np.int32(counters[section]), replicated(mesh))
-
-    params = trees[layout.PARAMS]
-    opt_state = None
-    if optimizer and full:
-        opt_state = OptimizerState(
-            scalar(layout.COUNT), trees[layout.MU], trees[layout.NU], scalar(layout.SCHEDULE_COUNT)
-        )
-    elif optimizer:
-        logger.warning("%s is slim: it holds no optimizer state, so Adam starts fresh", path)
-        opt_state = fresh_optimizer(params, model, mesh, zero_stage)
-    return TrainState(params, opt_state, scalar(layout.STEP))
-
-
-def fresh_optimizer(params: Params, model: ModelConfig, mesh: Mesh, zero_stage: int) -> OptimizerState:
-    """Zero moments, placed as the stage wants them."""
-    specs = parameters.storage_specs(model, int(mesh.shape[MP]), zero_stage, moments=True)
-    placed: Any = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-    counter: Any = replicated(mesh)
-    fresh: OptimizerState = jax.jit(fresh_moments, out_shardings=OptimizerState(counter, placed, placed, counter))(
-        params
-    )
-    return fresh
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, jax.sharding.PartitionSpec)
+    return placing.to_state(path, trees, counters, optimizer, model, mesh, zero_stage)
 
 
 def write_step(
@@ -209,55 +176,32 @@ def _read_tensors(
     mesh: Mesh,
     dtype: np.dtype,
     zero_stage: int,
-) -> dict[str, dict[str, dict[str, jax.Array]]]:
-    numbers: dict[tuple[str, tuple[str, str]], list[int]] = {}
+) -> placing.Trees:
+    numbers: dict[tuple[str, tuple[str, str]], list[tuple[int, StateLeaf]]] = {}
     for number, leaf in enumerate(leaves):
         if leaf.leaf is not None:
-            numbers.setdefault((leaf.section, leaf.leaf.kind.path), []).append(number)
-    kinds = parameters.kinds(model, int(mesh.shape[MP]))
-    wanted = [(section, kind) for section in sections for kind in kinds]
-    # Largest first: the extra memory of a kind's blocks then falls into the time when most arrays are still to come.
-    wanted.sort(key=lambda item: -int(np.prod(item[1].shape, dtype=np.int64)))
-    done: dict[tuple[str, tuple[str, str]], jax.Array] = {}
+            numbers.setdefault((leaf.section, leaf.leaf.kind.path), []).append((number, leaf))
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for section, kind in wanted:
-            target = dtype if section == layout.PARAMS else np.dtype(np.float32)
-            of_kind = [(n, leaves[n]) for n in numbers[section, kind.path]]
-            over_replicas = zero_stage == 3 or (zero_stage == 1 and section != layout.PARAMS)
-            sharding = NamedSharding(mesh, kind.spec(over_replicas))
-            done[section, kind.path] = _read_kind(files, of_kind, kind, sharding, target, pool.map)
-    return {section: parameters.tree((kind, done[section, kind.path]) for kind in kinds) for section in sections}
+
+        def fill(section: str, kind: Kind, blocks: Blocks) -> None:
+            _fill(files, numbers[section, kind.path], blocks, pool.map)
+
+        return placing.place_all(fill, sections, model, mesh, dtype, zero_stage)
 
 
-def _read_kind(
-    files: _Files, leaves: list[tuple[int, StateLeaf]], kind: Kind, sharding: NamedSharding, dtype: np.dtype,
-    run_all: Callable[..., Any],
-) -> jax.Array:  # fmt: skip
-    """All layers of one kind, as one placed array."""
-    devices = {
-        device: region_of(index or (), kind.shape)
-        for device, index in sharding.addressable_devices_indices_map(kind.shape).items()
-    }
-    blocks = Blocks(kind, {
-        region: np.empty([stop - start for start, stop in region], dtype) for region in set(devices.values())
-    })  # fmt: skip
+def _fill(files: _Files, leaves: list[tuple[int, StateLeaf]], blocks: Blocks, run_all: Callable[..., Any]) -> None:
+    """Put all layers of one kind into its blocks."""
 
     def scatter(task: tuple[int, int]) -> None:
         _scatter(files, [(n, leaf) for n, leaf in leaves if files.file(n) == task[0]], *task, blocks)
 
-    if kind.combine in (Combine.CONCAT, Combine.PER_SHARD):
+    if blocks.kind.combine in (Combine.CONCAT, Combine.PER_SHARD):
         tasks = sorted({(files.file(n), shard) for n, _ in leaves for shard in range(files.shards)})
         for _ in run_all(scatter, tasks):
             pass
     else:
         for _ in run_all(lambda item: _merge(files, item[0], item[1], blocks), leaves):
             pass
-    arrays: dict[jax.Device, jax.Array] = {}
-    for region in sorted(blocks.blocks):
-        block = blocks.blocks.pop(region)
-        arrays |= {device: jax.device_put(block, device) for device, place in devices.items() if place == region}
-        jax.block_until_ready(list(arrays.values()))
-    return jax.make_array_from_single_device_arrays(kind.shape, sharding, [arrays[device] for device in devices])
 
 
 def _scatter(files: _Files, leaves: list[tuple[int, StateLeaf]], file: int, shard: int, blocks: Blocks) -> None:

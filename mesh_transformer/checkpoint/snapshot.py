@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -17,17 +17,27 @@ from mesh_transformer.mesh import MP
 
 if TYPE_CHECKING:
     from mesh_transformer.config import ModelConfig
+    from mesh_transformer.parameters import Kind
     from mesh_transformer.state import Params, TrainState
+
+
+class Held(NamedTuple):
+    """What this process holds of a tensor: whole shape, type, shape of one device's block, and the blocks it writes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    block_shape: tuple[int, ...]
+    blocks: dict[Region, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """`tensors`: section -> module -> name -> blocks of the whole tensor; `counters`: section -> int.
+    """`tensors`: section -> module -> name -> `Held`; `counters`: section -> int.
 
     `mesh_shards` is the model-parallel size of the mesh that the state lay on.
     """
 
-    tensors: Mapping[str, Mapping[str, Mapping[str, dict[Region, np.ndarray]]]]
+    tensors: Mapping[str, Mapping[str, Mapping[str, Held]]]
     counters: Mapping[str, int]
     mesh_shards: int
 
@@ -39,19 +49,20 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         groups = [group for tree in self.tensors.values() for group in tree.values()]
-        return sum(block.nbytes for group in groups for blocks in group.values() for block in blocks.values())
+        return sum(block.nbytes for group in groups for held in group.values() for block in held.blocks.values())
+
+    def held(self, section: str, kind: Kind) -> Held:
+        return self.tensors[section][kind.module][kind.name]
 
     def blocks(self, leaf: layout.StateLeaf) -> Blocks:
         if leaf.leaf is None:
             raise ValueError(f"{leaf.label} is a counter")
-        kind = leaf.leaf.kind
-        return Blocks(kind, self.tensors[leaf.section][kind.module][kind.name])
+        return Blocks(leaf.leaf.kind, self.held(leaf.section, leaf.leaf.kind).blocks)
 
     def check(self, model: ModelConfig, shards: int) -> None:
         """Raises CheckpointError when the state is not the model's, or cannot be written as `shards` shards."""
         for tree in self.tensors.values():
-            shapes = {m: {n: _Shaped(_whole_shape(b)) for n, b in group.items()} for m, group in tree.items()}
-            parameters.check_tree(shapes, model, self.mesh_shards)
+            parameters.check_tree(tree, model, self.mesh_shards)
         if model.norm == "layernorm-desync" and shards != self.mesh_shards:
             raise CheckpointError(
                 f"a state of norm 'layernorm-desync' lies on {self.mesh_shards} shards, each with its own norms; "
@@ -74,27 +85,18 @@ def snapshot(state: TrainState) -> Snapshot:
     return Snapshot(tensors, counters, _mesh_shards(state.params))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shaped:
-    shape: tuple[int, ...]
-
-
-def _whole_shape(blocks: Mapping[Region, np.ndarray]) -> tuple[int, ...]:
-    return tuple(max(stops) for stops in zip(*([stop for _, stop in region] for region in blocks), strict=True))
-
-
-def _copy(array: jax.Array | np.ndarray) -> dict[Region, np.ndarray]:
-    """The distinct blocks of this process's devices, as host arrays that nothing else owns."""
+def _copy(array: jax.Array | np.ndarray) -> Held:
+    """The blocks of this process's devices, of equal ones anywhere one, as host arrays that nothing else owns."""
+    shape = tuple(np.shape(array))
     if not isinstance(array, jax.Array):
-        return {tuple((0, n) for n in np.shape(array)): np.array(array)}
+        return Held(shape, array.dtype, shape, {tuple((0, n) for n in shape): np.array(array)})
     blocks = {}
     for shard in array.addressable_shards:
-        region = region_of(shard.index, array.shape)
-        if region not in blocks:
+        if shard.replica_id == 0:
             # On CPU this is a view of the device's own buffer, which the next step overwrites.
             host = np.asarray(shard.data)
-            blocks[region] = np.array(host) if shard.device.platform == "cpu" else host
-    return blocks
+            blocks[region_of(shard.index, shape)] = np.array(host) if shard.device.platform == "cpu" else host
+    return Held(shape, np.dtype(array.dtype), array.sharding.shard_shape(shape), blocks)
 
 
 def _mesh_shards(params: Params) -> int:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STEP_FILES = ("shard_0/0.npz", "params/shard_0.npz", manifest.NAME)  # one of these is in every complete step
+
 Which = int | Literal["latest", "best"]
 
 
@@ -223,7 +225,7 @@ class CheckpointStore:
     def _publish(
         self, step: int, copied: Snapshot, config: Config, aux: dict[str, Any], details: dict[str, Any]
     ) -> None:
-        from mesh_transformer.checkpoint.shards import write_step
+        from mesh_transformer.checkpoint.formats import write_snapshot
 
         found, folder = self._meta(), self.path(step)
         if step in found.steps:
@@ -235,7 +237,7 @@ class CheckpointStore:
         if storage.exists(folder):
             retention.delete(folder)
         retention.mark_unfinished(folder)
-        write_step(folder, copied, config.model, config.mesh.cores_per_replica, **details)
+        write_snapshot(folder, copied, config, details)
         found = found.with_step(step, aux)
         old = retention.to_delete(found.steps, self._losses(found), self._keep_n, self._keep_every)
         for each in old:
@@ -261,7 +263,7 @@ class CheckpointStore:
         `agreement`: what this run says of itself (default: the config's); `{}` compares nothing. `strict`: refuse
         damage instead. Raises CheckpointError, also if the step belongs to another run (with the keys that differ).
         """
-        from mesh_transformer.checkpoint.shards import read_step
+        from mesh_transformer.checkpoint.formats import read_step
 
         chosen = self.resolve(which)
         steps = self.steps()
@@ -342,7 +344,10 @@ class CheckpointStore:
 def find_step(path: storage.PathLike) -> str:
     """The step folder that `path` names: itself, or the newest step of the model_dir that it is."""
     given = storage.normalise(path)
-    if storage.exists(storage.join(given, "shard_0", "0.npz")) or not storage.exists(storage.join(given, meta.NAME)):
+    if not storage.exists(storage.join(given, meta.NAME)):
+        return given
+    # Version 2 of the 2021 library has a meta.json of another kind in its steps.
+    if any(storage.exists(storage.join(given, *file.split("/"))) for file in _STEP_FILES):
         return given
     store = CheckpointStore(given)
     return store.path(store.resolve("latest"))

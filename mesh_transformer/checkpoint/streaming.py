@@ -12,14 +12,12 @@ Nothing here needs JAX, a device, or the memory of a model.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +25,13 @@ from mesh_transformer import storage
 from mesh_transformer.checkpoint import inventory, layout, manifest, meta
 from mesh_transformer.checkpoint.blocks import merge_copies, rows_region
 from mesh_transformer.checkpoint.damage import DamagedError
+from mesh_transformer.checkpoint.formats import ORBAX, REFERENCE_V2, SHARDS, format_of
 from mesh_transformer.checkpoint.inventory import Inventory
 from mesh_transformer.checkpoint.layout import StateLeaf
 from mesh_transformer.checkpoint.npz import NpzReader
+from mesh_transformer.checkpoint.stacked_weights import OrbaxWeights, ReferenceWeights
 from mesh_transformer.checkpoint.store import find_step
+from mesh_transformer.checkpoint.weights import Tensor, Weights, tensor_leaves
 from mesh_transformer.config_groups import ModelConfig
 from mesh_transformer.errors import CheckpointError
 from mesh_transformer.parameters import Combine
@@ -42,44 +43,12 @@ logger = logging.getLogger(__name__)
 _WORKERS = 4
 
 
-class Tensor(NamedTuple):
-    """One leaf of the published layout, merged.
+class ShardWeights(Weights):
+    """Weights in the published layout."""
 
-    `leaf`: which (section PARAMS, MU or NU; kind; layer). `value`: the whole tensor of one layer, [*kind.layer_shape];
-    in the type of the files, except that parts that were summed or averaged come in float32. `dtype`: the type that
-    files hold it in: what was read, and what `write_weights` will cast to.
-    """
-
-    leaf: StateLeaf
-    value: np.ndarray
-    dtype: np.dtype
-
-
-def tensor_leaves(model: ModelConfig, shards: int, full: bool = False) -> tuple[StateLeaf, ...]:
-    """The leaves that are tensors, in the published order: what `write_weights` wants, and `Weights.tensors` gives.
-
-    `shards` matters only to norm layernorm-desync. `full`: with Adam's moments, which come before the parameters.
-    """
-    return tuple(leaf for leaf in layout.state_leaves(model, shards, full) if leaf.leaf is not None)
-
-
-@dataclasses.dataclass
-class Weights:
-    """A step's weights on disk or in a bucket; `open_weights` makes it, and it is a context manager.
-
-    `model`: whose they are; `known`: whether a config or a manifest says so (else n_heads, and where shapes do not
-    tell, norm, are the most usual that fit). `counters`: layout.STEP, and where `full` (with the optimizer's state),
-    COUNT and SCHEDULE_COUNT. `details`: what the manifest, or meta.json beside the step, says of it: step, config,
-    agreement, mesh, aux; keys may be missing.
-    """
-
-    found: Inventory
-    model: ModelConfig
-    known: bool
-    counters: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, found: Inventory, model: ModelConfig, known: bool) -> None:
+        super().__init__(found.path, SHARDS, model, known, found.shards, found.full, details=_details(found))
+        self._found = found
         leaves = layout.state_leaves(self.model, self.shards, self.full)
         self._numbers = {leaf.label: number for number, leaf in enumerate(leaves)}
         self._places = layout.places(len(leaves))
@@ -88,53 +57,8 @@ class Weights:
         self._file: int | None = None
         self._verified: set[int] = set()
 
-    @property
-    def path(self) -> str:
-        return self.found.path
-
-    @property
-    def shards(self) -> int:
-        """M of the files."""
-        return self.found.shards
-
-    @property
-    def full(self) -> bool:
-        """Whether the optimizer's state is there."""
-        return self.found.full
-
-    @property
-    def step(self) -> int:
-        """The N of step_N: updates of its run. counters[layout.STEP], of the weights' whole life, may be more."""
-        return int(self.details.get("step", self.counters[layout.STEP]))
-
     def dtype(self, leaf: StateLeaf) -> np.dtype:
-        """The type that the files hold a leaf in."""
-        return self.found.headers[self._numbers[leaf.label]].dtype
-
-    def tensors(self, optimizer: bool = True) -> Iterator[Tensor]:
-        """Every tensor in the published order; without `optimizer`, or where there is none, the parameters alone.
-
-        Hold one at a time: then memory is that of the largest tensor.
-        """
-        for leaf in tensor_leaves(self.model, self.shards, self.full):
-            if optimizer or not leaf.moment:
-                yield self.read(leaf)
-
-    def stream(self, optimizer: bool = True) -> Iterator[Tensor]:
-        """As `tensors`, for those who have done with each before they ask for the next: its memory is used again.
-
-        The next one is read in the meantime, so two of the largest exist.
-        """
-        leaves = [leaf for leaf in tensor_leaves(self.model, self.shards, self.full) if optimizer or not leaf.moment]
-        size = max(math.prod(leaf.whole_shape) * self.dtype(leaf).itemsize for leaf in leaves)
-        buffers = [np.empty(size, np.uint8) for _ in range(2)]
-        with ThreadPoolExecutor(1) as ahead:
-            following = ahead.submit(self.read, leaves[0], buffers[0])
-            for number in range(1, len(leaves) + 1):
-                tensor = following.result()
-                if number < len(leaves):
-                    following = ahead.submit(self.read, leaves[number], buffers[number % 2])
-                yield tensor
+        return self._found.headers[self._numbers[leaf.label]].dtype
 
     def counter(self, leaf: StateLeaf) -> int:
         """The value of a counter, from shard 0."""
@@ -143,11 +67,6 @@ class Weights:
             return int(reader.read(member))
 
     def read(self, leaf: StateLeaf, buffer: np.ndarray | None = None) -> Tensor:
-        """One tensor, in any order; cheapest in the published one. `leaf` is one of `tensor_leaves`.
-
-        `buffer`: bytes (uint8, flat) to put a large one into, where fresh memory is not wanted.
-        Raises DamagedError naming the file where its arrays are not what they should be.
-        """
         if leaf.leaf is None:
             raise ValueError(f"{leaf.label} is a counter; see counters")
         kind, dtype = leaf.leaf.kind, self.dtype(leaf)
@@ -170,7 +89,7 @@ class Weights:
             whole = np.empty(kind.layer_shape, dtype)
         else:
             whole = buffer[: math.prod(kind.layer_shape) * dtype.itemsize].view(dtype).reshape(kind.layer_shape)
-        known_good = self.found.manifest is not None  # the files' own sums were compared
+        known_good = self._found.manifest is not None  # the files' own sums were compared
 
         def fill(shard: int) -> None:
             for start, rows in checked(shard).pieces(member, check=not known_good):
@@ -201,9 +120,9 @@ class Weights:
 
     def _verify(self, file: int) -> None:
         """Compare files with the manifest's checksums, each once, right before they are read from the same cache."""
-        if self.found.manifest is not None and file not in self._verified:
+        if self._found.manifest is not None and file not in self._verified:
             names = {f"shard_{shard}/{file}.npz" for shard in range(self.shards)}
-            manifest.verify(self.path, self.found.manifest, names)
+            manifest.verify(self.path, self._found.manifest, names)
             self._verified.add(file)
 
     def _close_readers(self) -> None:
@@ -211,22 +130,22 @@ class Weights:
             self._readers.pop().close()
         self._file = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
-
 
 def open_weights(path: storage.PathLike, model: ModelConfig | None = None) -> Weights:
-    """The weights of a step of version 1: any number of shards, full or slim, written here or by the 2021 library.
+    """The weights of a step of any layout: any number of shards, full or slim, written here or by the 2021 library.
 
     `path`: a step_N folder, or a model_dir (its newest step); local or a URL. `model`: whose weights they must be;
     without it the manifest says, or else the shapes, with a notice of what they leave open.
     Reads headers and counters only. Raises DamagedError naming every file that is missing, empty or corrupt, and
     CheckpointError where the weights are of another model.
     """
-    found = inventory.take(find_step(path), model)
+    step_dir = find_step(path)
+    kind = format_of(step_dir)
+    if kind == ORBAX:
+        return OrbaxWeights(step_dir, model)
+    if kind == REFERENCE_V2:
+        return ReferenceWeights(step_dir, model)
+    found = inventory.take(step_dir, model)
     known = True
     if model is None:
         models = inventory.candidates(found)
@@ -238,7 +157,7 @@ def open_weights(path: storage.PathLike, model: ModelConfig | None = None) -> We
         if not known:
             _tell_guess(found.path, models)
     expected = inventory.match(found, model, found.shards)
-    weights = Weights(found, model, known, details=_details(found))
+    weights = ShardWeights(found, model, known)
     try:
         weights.counters = {leaf.section: weights.counter(leaf) for leaf in expected if leaf.leaf is None}
     except BaseException:

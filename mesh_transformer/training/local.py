@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from mesh_transformer import parameters, storage
-from mesh_transformer.checkpoint import inspect, inventory, layout
+from mesh_transformer.checkpoint import formats, inspect, layout
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.config import Config, check_interpreter, check_training, load_config, mesh_notice, resolve_epochs
@@ -95,6 +95,7 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
         check_training(config)
         check_interpreter()
         trackers.check_packages(config)
+        formats.check_installed(config)
         with watchdog.phase("loading eval_harness_tasks"):
             tasks = in_training.of(config)
         with watchdog.phase("looking at the data files"):
@@ -136,7 +137,7 @@ def _is_done(begin: Start, store: CheckpointStore, watchdog: Watchdog, strict: b
     path = store.path(begin.step)
     try:
         with watchdog.phase(f"checking {path}"):
-            inventory.take(path, begin.config.model)
+            formats.check(path, begin.config.model, begin.config.mesh.cores_per_replica)
             inspect.verify(path)
     except DamagedError as error:
         if strict:
@@ -161,8 +162,7 @@ def _check_places(request: Request, config: Config, store: CheckpointStore) -> N
         store.check_in_the_way(total, request.new)
         store.check_space(layout.step_bytes(config.model, config.mesh.cores_per_replica))
     if request.tune_model_path is not None and (at is None or request.new):
-        found = inventory.take(find_step(request.tune_model_path), config.model)
-        inventory.match(found, config.model, config.mesh.cores_per_replica)
+        formats.check(find_step(request.tune_model_path), config.model, config.mesh.cores_per_replica)
 
 
 def _start_devices(request: Request, config: Config, records: RecordSet) -> tuple[Config, jax.sharding.Mesh]:
