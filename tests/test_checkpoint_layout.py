@@ -214,7 +214,7 @@ def test_a_snapshot_does_not_follow_the_state():
                     np.shares_memory(view, block)
                     for blocks in module.values()
                     for tensor in blocks.values()
-                    for block in tensor.values()
+                    for block in tensor.blocks.values()
                 )
 
 

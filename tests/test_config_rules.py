@@ -80,7 +80,7 @@ BAD = [
     ({"zero_stage": 2}, r"zero_stage is 2; it must be one of 0, 1, 3"),
     ({"version": 1, "v2_merged_heads": 4}, r"v2_merged_heads \(4\) belongs to version 2"),
     ({"v2_merged_heads": 3}, r"n_heads \(\d+\) must be divisible by v2_merged_heads \(3\)"),
-    ({"ckpt_format": "orbax"}, r"ckpt_format is 'orbax'; .*only shards is available"),
+    ({"ckpt_format": "ocdbt"}, r"ckpt_format is 'ocdbt'; it must be one of shards, orbax"),
     ({"version": 3}, r"version is 3; it must be an integer >= 1 and <= 2"),
     ({"n_heads": 6, "d_model": 48}, r"n_heads \(6\) must be divisible by cores_per_replica \(4\)"),
     ({"n_vocab": 126}, r"n_vocab \(126\) must be divisible by cores_per_replica \(4\)"),

@@ -50,7 +50,9 @@ ALLOWED_UPWARDS: set[tuple[str, str]] = {
     ("transformer_shard", "decoder_weights"),
     ("config", "config_report"),  # `python -m mesh_transformer.config` is the report's command
 }
-PRIVATE = re.compile(r"^(jax|jaxlib|haiku|optax|numpy|tokenizers|transformers|smart_open|google|wandb|ray)\b.*\._")
+PRIVATE = re.compile(
+    r"^(jax|jaxlib|haiku|optax|numpy|tokenizers|transformers|smart_open|google|wandb|ray|orbax|tensorstore)\b.*\._"
+)
 
 
 @functools.cache
@@ -146,7 +148,7 @@ def test_no_private_imports():
 
 
 # What a package is called where it is imported, where that is not its own name.
-DISTRIBUTIONS = {"haiku": "dm-haiku", "google": "google-cloud-storage"}
+DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint", "google": "google-cloud-storage"}
 OWN = {"mesh_transformer", "benchmarks", "scripts", "tests"}
 
 

@@ -9,7 +9,7 @@ from conftest import mesh_of
 
 import device_train
 from mesh_transformer import CausalTransformer, load_config
-from mesh_transformer.checkpoint import shards
+from mesh_transformer.checkpoint import formats
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.data.records import RecordWriter
 
@@ -119,9 +119,15 @@ class Run:
             for path in self.model_dir.rglob("*")
         }
 
+    def config(self, **changes):
+        return load_config(self.keys | changes)
+
+    @property
+    def mesh(self):
+        return mesh_of(DP, MP)
+
     def state(self, step):
-        config = load_config(self.keys)
-        return shards.read_step(self.model_dir / f"step_{step}", config.model, mesh_of(DP, MP))
+        return formats.read_step(self.model_dir / f"step_{step}", self.config().model, self.mesh)
 
 
 def equal(a, b):
