@@ -129,7 +129,7 @@ def test_each_block_of_devices_has_its_own_chunks():
     assert orbax_layout.chunks((28, 4096, 512), 4, stacked=True) == (4, 4096, 512)
     assert orbax_layout.chunks((28, 4096, 512), 4, stacked=True, layer_by_layer=True) == (1, 4096, 512)
     assert orbax_layout.chunks((28, 4096, 16384), 4, stacked=True) == (1, 2048, 4096)
-    assert orbax_layout.chunks((50400, 4096), 4, stacked=False) == (1575, 4096)
+    assert orbax_layout.chunks((50400, 4096), 4, stacked=False) == (3150, 2048)
     assert orbax_layout.chunks((2, 32), 4, stacked=True) == (2, 32)
     regions = list(orbax_layout.grid((5, 4), (2, 4)))
     assert regions == [((0, 2), (0, 4)), ((2, 4), (0, 4)), ((4, 5), (0, 4))]
