@@ -4,8 +4,8 @@
 
 A GPT-J of 8 layers, d_model 512, vocabulary 16384, float32, one CPU device, in a real server process asked over HTTP.
 The same requests, prompts and answers of mixed lengths, go to it from 16 clients at once, then one after the other; and
-through `generation.Stream`, in batches of 16 in the order of their arrival, padded to the longest and run until it ends:
-the same compiled steps and the same largest batch, without HTTP. Rounds alternate; compilation is not counted.
+through `generation.Stream`, in batches of 16 in the order of their arrival, padded to the longest and run until it
+ends: the same decoder and the same largest batch, without HTTP. Rounds alternate; compilation is not counted.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import httpx
 import jax
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if str(ROOT) not in sys.path:  # run as a file, without the package installed
+    sys.path.insert(0, str(ROOT))
 
-from mesh_transformer import generation, inference, load_config
-from mesh_transformer.completion import Options, sampler_for
-from mesh_transformer.data.tokenizer import train_tokenizer
-from mesh_transformer.sampler import mode_of
-from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer import generation, inference, load_config  # noqa: E402
+from mesh_transformer.completion import Options, sampler_for  # noqa: E402
+from mesh_transformer.data.tokenizer import train_tokenizer  # noqa: E402
+from mesh_transformer.sampler import mode_of  # noqa: E402
+from mesh_transformer.transformer_shard import CausalTransformer  # noqa: E402
 
 SHAPE: dict[str, Any] = dict(
     layers=8, d_model=512, n_heads=8, n_vocab=16384, seq=512, pe_rotary_dims=64, cores_per_replica=1,
@@ -73,8 +74,8 @@ class Server:
 
     def __init__(self, config: Path, max_batch: int) -> None:
         command = [
-            sys.executable, str(ROOT / "device_serve.py"), "--config", str(config), "--random-init", "--platform", "cpu",
-            "--devices", "1", "--port", "0", "--max-batch", str(max_batch), "--max-queue", "1000",
+            sys.executable, str(ROOT / "device_serve.py"), "--config", str(config), "--random-init", "--platform",
+            "cpu", "--devices", "1", "--port", "0", "--max-batch", str(max_batch), "--max-queue", "1000",
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ)
         assert self.process.stderr is not None
@@ -136,7 +137,9 @@ class StaticBatches:
 
     def stream(self, group: Sequence[Request]) -> generation.Stream:
         network = self.network
-        sampler = sampler_for([Options(each.tokens, {"temp": 0.8, "logit_bias": {0: -100.0}}, each.seed) for each in group])
+        sampler = sampler_for(
+            [Options(each.tokens, {"temp": 0.8, "logit_bias": {0: -100.0}}, each.seed) for each in group]
+        )
         return generation.Stream(
             network.model, network.mesh, network.state.params, [each.prompt for each in group],
             [each.tokens for each in group], sampler, [(0,)] * len(group), IDS, mode_of(sampler),
@@ -210,8 +213,8 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     both = ((found["latency"], options.clients), (found["latency_alone"], 1))
     latencies = [f"{percentile(x, 0.5):.2f} / {percentile(x, 0.95):.2f} s" for x, _ in both]
     lines = [
-        f"{options.requests} requests, {found['tokens']} new tokens, {options.clients} clients, {options.rounds} rounds, "
-        f"jax {jax.__version__}",
+        f"{options.requests} requests, {found['tokens']} new tokens, {options.clients} clients, "
+        f"{options.rounds} rounds, jax {jax.__version__}",
         "",
         "| | tokens/s | ratio | latency, median / p95 |",
         "|---|---|---|---|",
@@ -221,7 +224,10 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     ]
     if found["memory"]:
         before, after = found["memory"]
-        lines += ["", f"{options.soak} more requests: resident {before:.0f} MiB after a fifth of them, {after:.0f} at the end."]
+        lines += [
+            "",
+            f"{options.soak} more requests: resident {before:.0f} MiB after a fifth of them, {after:.0f} at the end.",
+        ]
     return "\n".join(lines)
 
 
@@ -230,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--soak", type=int, default=1000, metavar="N", help="requests to watch the memory over; 0: none")
+    parser.add_argument(
+        "--soak", type=int, default=1000, metavar="N", help="requests to watch the memory over; 0: none"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:

@@ -135,7 +135,7 @@ def wait_until(condition: Any, seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def in_parallel(*works: Any) -> list[Any]:
+def in_parallel(*works: Any, seconds: float = 300) -> list[Any]:
     """What each of the functions returns, all run at once; the first exception is raised again."""
     results: list[Any] = [None] * len(works)
 
@@ -149,7 +149,7 @@ def in_parallel(*works: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(seconds)
         assert not thread.is_alive(), "an answer never came"
     for result in results:
         if isinstance(result, BaseException):

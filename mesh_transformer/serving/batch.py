@@ -1,7 +1,8 @@
 """The running batch on the devices: rows that join it, prompt chunk by prompt chunk, get tokens, and leave it.
 
-Its shape never changes: `size` rows, a cache of `slots` positions. So everything is compiled before the first request,
-and what a row draws is, bit for bit, what it would draw if nobody else were there.
+A prompt is read in a place of its own, one a replica, and moved into the batch when it is whole. The batch's shape
+never changes: `size` rows, a cache of `slots` positions. So everything is compiled before the first request, and what a
+row draws is, bit for bit, what it would draw if nobody else were there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import logging
 from collections.abc import Collection, Iterator
 
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import batching, decoding, generation
+from mesh_transformer import batching, decoding, generation, steps
 from mesh_transformer.answer import Answer, Completion
 from mesh_transformer.completion import Completer, Options, sampler_for
 from mesh_transformer.decoder_shard import window_of
@@ -58,23 +60,27 @@ class Batch:
 
     def __init__(self, completer: Completer, limits: Limits, filter_order: str = "reference", window: str = "full"):
         network = completer.network
-        self._params, self._model, self._mesh = network.weights, network.model, network.mesh
-        self._tokenizer, dp = completer.tokenizer, network.mesh.shape[DP]
+        self._weights, self._model, self._mesh = network.weights, network.model, network.mesh
+        self._tokenizer, self._dp = completer.tokenizer, network.mesh.shape[DP]
         self._known = np.int32(self._tokenizer.vocab_size)
         self._mode = Mode(filter_order, window, penalties=True, bias=MOST_BIAS, logprobs=MOST_LOGPROBS)
-        self.size = dp * -(-limits.max_batch // dp)
+        self.size = self._dp * -(-limits.max_batch // self._dp)
         # The last token drawn is never put into the cache.
         longest = min(limits.max_prompt, self._model.seq) + limits.max_tokens - 1
         self.slots = decoding.bucket(longest, self._model.seq)
         self.chunk = decoding.bucket(limits.chunk, min(self.slots, window_of(self._model, window)))
         self._extend = batching.extend_step(self._model, self._mesh, self._mode)
+        self._join = batching.join_step(self._model, self._mesh, self._mode)
         self._decode = decoding.decode_steps(self._model, self._mesh, self._mode)
         self.reset()
 
     def reset(self) -> None:
         """An empty batch, whatever has become of the last one."""
         self._texts: dict[int, _Text] = {}
-        self._rows = batching.idle_rows(self._model, self._mesh, self.size, self.slots, 1, self._mode)
+        self._rows, self._arriving = (
+            batching.idle_rows(self._model, self._mesh, size, self.slots, 1, self._mode)
+            for size in (self.size, self._dp)
+        )
 
     def compile(self) -> None:
         """Takes every step once, in every shape that can come up."""
@@ -102,31 +108,33 @@ class Batch:
 
     def read(self) -> list[Output]:
         """The next chunk of the oldest prompt that is not whole, in each replica; the last chunk brings a token."""
-        dp = self._mesh.shape[DP]
-        parts: list[batching.Part] = []
-        rows: list[int] = []
+        rows: dict[int, int] = {}  # by replica
         for row, text in self._texts.items():
-            if text.whole or any(row % dp == other % dp for other in rows):
-                continue
-            ids = text.prompt[text.read : text.read + self.chunk]
-            last = text.read + len(ids) == len(text.prompt)
-            stop = [self._tokenizer.eot_id]
-            parts.append(batching.Part(self._place(row), ids, text.read, last, text.limit, stop, text.sampler))
-            rows.append(row)
-            text.read += len(ids)
-        chunk = batching.place_chunk(self._mesh, self.size, self.slots, parts, 1, self._mode)
-        self._rows, drawn = self._extend(self._params, self._rows, chunk, self._known)
-        # One entry for each replica, empty where no row of it was fed.
-        each = len(np.asarray(drawn.counts)) // dp
-        entries = {row: (row % dp) * each for row in rows if self._texts[row].whole}
-        return list(self._outputs(drawn, entries, first=True))
+            if not text.whole:
+                rows.setdefault(row % self._dp, row)
+        parts = [self._part(replica, self._texts[row]) for replica, row in rows.items()]
+        chunk = batching.place_chunk(self._mesh, self._dp, self.slots, parts, 1, self._mode)
+        self._arriving, drawn = self._extend(self._weights, self._arriving, chunk, self._known)
+        whole = {row: replica for replica, row in rows.items() if self._texts[row].whole}
+        if whole:
+            places, joins = np.zeros(self._dp, np.int32), np.zeros(self._dp, bool)
+            for row, replica in whole.items():
+                places[replica], joins[replica] = row // self._dp, True
+            where = steps.place(self._mesh, (P(DP), P(DP)), (places, joins))
+            self._rows = self._join(self._rows, self._arriving, *where)
+        return list(self._outputs(drawn, whole, first=True))
+
+    def _part(self, replica: int, text: _Text) -> batching.Part:
+        ids = text.prompt[text.read : text.read + self.chunk]
+        start, text.read = text.read, text.read + len(ids)
+        return batching.Part(replica, ids, start, text.whole, text.limit, [self._tokenizer.eot_id], text.sampler)
 
     def decode(self, count: int) -> list[Output]:
         """Up to `count` tokens for every row whose prompt is whole."""
         entries = {row: self._place(row) for row, text in self._texts.items() if text.whole}
         if not entries:
             return []
-        self._rows, drawn = self._decode(self._params, self._rows, np.int32(count), self._known)
+        self._rows, drawn = self._decode(self._weights, self._rows, np.int32(count), self._known)
         return list(self._outputs(drawn, entries, first=False))
 
     def release(self, rows: Collection[int]) -> None:
@@ -139,8 +147,7 @@ class Batch:
 
     def _place(self, row: int) -> int:
         """Where a row lies: neighbours in different replicas, so that few rows keep all replicas busy."""
-        dp = self._mesh.shape[DP]
-        return (row % dp) * (self.size // dp) + row // dp
+        return (row % self._dp) * (self.size // self._dp) + row // self._dp
 
     def _outputs(self, drawn: decoding.Drawn, entries: dict[int, int], first: bool) -> Iterator[Output]:
         tokens, counts, status = (np.asarray(x) for x in (drawn.tokens, drawn.counts, drawn.status))

@@ -1,0 +1,134 @@
+"""Requests made up from the server's own description: whatever comes, each has an answer of the promised form."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import httpx
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis.specs.openapi.checks import response_schema_conformance
+from serving_tools import in_parallel, wait_until
+from test_serving_faults import disconnects, idle
+
+SHORT, LONG = 250, 10_000
+THREADS = 4
+MODES = {"valid": schemathesis.GenerationMode.POSITIVE, "broken": schemathesis.GenerationMode.NEGATIVE}
+
+
+def fuzz(server, count):
+    """`count` requests over all operations and both modes; returns how many had each status."""
+    schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) == 6
+    # Most of them to where there is most to go wrong.
+    weights = {"/v1/completions": 5, "/complete": 3}
+    shares = [weights.get(operation.path, 0.5) for operation in operations]
+    works = [
+        (operation, mode, max(1, round(count * share / sum(shares) / len(MODES) / THREADS)))
+        for operation, share in zip(operations, shares, strict=True)
+        for mode in MODES.values()
+    ]
+    seen: dict[int, int] = {}
+
+    def run(seed):
+        for operation, mode, examples in works:
+            if mode is schemathesis.GenerationMode.NEGATIVE and operation.path in ("/health", "/metrics", "/v1/models"):
+                mode = schemathesis.GenerationMode.POSITIVE  # nothing of them can be wrong
+            _ask(operation, mode, examples, seed, seen)
+
+    in_parallel(*[lambda seed=seed: run(seed) for seed in range(THREADS)], seconds=3600)
+    return seen
+
+
+def _ask(operation, mode, examples, seed, seen):
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )  # fmt: skip
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def one(case):
+        if isinstance(case.body, dict) and random.random() < 0.9:
+            case.body.pop("stream_options", None)  # refused without `stream`, which would be most of the requests
+        reply = case.call(timeout=60)
+        status = reply.status_code
+        seen[status] = seen.get(status, 0) + 1
+        told = (case.method, case.path, status, reply.text[:300])
+        # A header that HTTP itself does not allow is refused by the HTTP parser, before this server's own code.
+        if reply.text == "Invalid HTTP request received.":
+            return
+        assert status in (200, 400, 401, 404, 405, 408, 413, 429, 503, 504), told
+        assert "access-control-allow-origin" in reply.headers, told
+        assert "Traceback" not in reply.text and "site-packages" not in reply.text, told
+        kind = reply.headers["content-type"][0].split(";")[0]
+        if kind == "text/event-stream":
+            assert reply.text.rstrip().endswith("data: [DONE]"), told
+        elif kind == "application/json":
+            if status == 405:  # which is no answer to this operation, and so not in its description
+                assert set(json.loads(reply.content)["error"]) == {"message", "type", "param", "code"}, told
+            else:
+                case.validate_response(reply, checks=[response_schema_conformance])
+
+    one()
+
+
+def check_after(server):
+    """It is as if nothing had been: the same answer as ever, nothing running, no failure, nothing in the log."""
+    wait_until(lambda: idle(server))
+    assert httpx.get(server.url + "/health").json()["status"] == "ready"
+    assert server.metric("engine_failures_total") == 0 and "Traceback" not in server.said
+
+
+def test_made_up_requests(server):
+    before = server.complete(context="def ", seed=1)
+    seen = fuzz(server, SHORT)
+    assert seen[200] > 20 and seen[400] > 20, seen
+    check_after(server)
+    assert server.complete(context="def ", seed=1) == before
+
+
+@pytest.mark.long
+def test_ten_thousand_made_up_requests(server, record_property):
+    before = server.complete(context="def ", seed=1)
+    fuzz(server, SHORT)
+    memory, files = server.resident, server.open_files
+    seen = fuzz(server, LONG)
+    record_property("requests", sum(seen.values()))
+    record_property("statuses", json.dumps(seen, sort_keys=True))
+    record_property("grown_mib", f"{server.resident - memory:.1f}")
+    assert sum(seen.values()) >= 0.95 * LONG and seen[200] > 1000 and seen[400] > 1000
+    check_after(server)
+    assert server.complete(context="def ", seed=1) == before
+    assert server.open_files <= files + 2 and server.resident - memory < 60
+
+
+@pytest.mark.long
+def test_two_hundred_disconnects(server, record_property):
+    before = server.complete(context="def ", seed=1)
+    disconnects(server, 40)
+    memory = server.resident
+    disconnects(server, 200)
+    record_property("grown_mib", f"{server.resident - memory:.1f}")
+    check_after(server)
+    assert server.complete(context="def ", seed=1) == before and server.resident - memory < 30
+
+
+@pytest.mark.long
+def test_a_thousand_requests_leave_memory_flat(server, record_property):
+    def some(count, seed):
+        rng = random.Random(seed)
+        with server.client() as client:
+            for _ in range(count):
+                body = {"prompt": [rng.randrange(1, 280)] * rng.randrange(1, 60), "max_tokens": rng.randrange(1, 30)}
+                assert client.post("/v1/completions", json=body).status_code == 200
+
+    some(200, 0)
+    memory = server.resident
+    in_parallel(*[lambda seed=seed: some(250, seed) for seed in range(4)], seconds=600)
+    record_property("grown_mib", f"{server.resident - memory:.1f}")
+    assert server.resident - memory < 20
+    check_after(server)
