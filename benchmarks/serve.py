@@ -187,23 +187,25 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     mesh = inference.start_mesh(config, "cpu", 1)
     static = StaticBatches(inference.load_network(config, mesh, []), requests, options.clients)
     static.compile()
-    server = Server(folder / "config.json", options.clients)
+    server, single = (Server(folder / "config.json", size) for size in (options.clients, 1))
     try:
-        ask(server, requests[: options.clients], options.clients)  # connections, caches of the processor
+        for each in (server, single):
+            ask(each, requests[:4], 4)  # connections, caches of the processor
         rounds = []
         for _ in range(options.rounds):
             together, latencies = ask(server, requests, options.clients)
             alone, alone_latencies = ask(server, requests, 1)
-            rounds.append((together, alone, static.run(), latencies, alone_latencies))
+            rounds.append((together, alone, static.run(), ask(single, requests, 1)[0], latencies, alone_latencies))
         memory = soak(server, options.soak, options.clients) if options.soak else None
     finally:
         server.close()
+        single.close()
     tokens = sum(each.tokens for each in requests)
-    together, alone, batches = (sorted(each[i] for each in rounds)[len(rounds) // 2] for i in range(3))
+    together, alone, batches, by_one = (sorted(each[i] for each in rounds)[len(rounds) // 2] for i in range(4))
     return {
         "tokens": tokens, "served": tokens / together, "one_by_one": tokens / alone, "static": tokens / batches,
-        "latency": [x for each in rounds for x in each[3]], "latency_alone": [x for each in rounds for x in each[4]],
-        "memory": memory,
+        "single": tokens / by_one, "latency": [x for each in rounds for x in each[4]],
+        "latency_alone": [x for each in rounds for x in each[5]], "memory": memory,
     }  # fmt: skip
 
 
@@ -220,6 +222,7 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
         "|---|---|---|---|",
         f"| served, {options.clients} clients at once | {served:.0f} | | {latencies[0]} |",
         f"| served, one after the other | {alone:.0f} | **{served / alone:.2f}** (bar {SPEED_UP:g}) | {latencies[1]} |",
+        f"| the same, from a server of `--max-batch 1` | {found['single']:.0f} | {served / found['single']:.2f} | |",
         f"| static batches of {options.clients} | {static:.0f} | **{served / static:.2f}** (bar {OVER_STATIC:g}) | |",
     ]
     if found["memory"]:

@@ -36,8 +36,8 @@ def fuzz(server, count):
 
     def run(seed):
         for operation, mode, examples in works:
-            if mode is schemathesis.GenerationMode.NEGATIVE and operation.path in ("/health", "/metrics", "/v1/models"):
-                mode = schemathesis.GenerationMode.POSITIVE  # nothing of them can be wrong
+            if operation.method.upper() == "GET":
+                mode = schemathesis.GenerationMode.POSITIVE  # nothing of these can be wrong
             _ask(operation, mode, examples, seed, seen)
 
     in_parallel(*[lambda seed=seed: run(seed) for seed in range(THREADS)], seconds=3600)
@@ -52,7 +52,7 @@ def _ask(operation, mode, examples, seed, seen):
     )  # fmt: skip
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def one(case):
-        if isinstance(case.body, dict) and random.random() < 0.9:
+        if isinstance(case.body, dict) and sum(seen.values()) % 8:
             case.body.pop("stream_options", None)  # refused without `stream`, which would be most of the requests
         reply = case.call(timeout=60)
         status = reply.status_code
