@@ -18,7 +18,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_transformer.command_line import add_devices, add_version, add_weights, complain, log_lines, positive
+from mesh_transformer.command_line import (
+    add_devices,
+    add_orders,
+    add_version,
+    add_weights,
+    complain,
+    log_lines,
+    positive,
+)
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, ConfigError, MeshTransformerError
 
 if TYPE_CHECKING:
@@ -77,14 +85,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--greedy", action="store_true", help="always the most probable token: --temp 0")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text (a new one, told)")
-    parser.add_argument(
-        "--filter-order", choices=("reference", "huggingface"), default="reference",
-        help="temperature behind the filters, or in front of them (reference)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--window", choices=("full", "reference"), default="full",
-        help="past the context attend to the newest seq positions, or one fewer (full)",
-    )  # fmt: skip
+    add_orders(parser)
 
 
 def settings_of(options: argparse.Namespace, config: Config) -> Options:

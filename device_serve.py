@@ -14,8 +14,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_transformer import command_line
-from mesh_transformer.command_line import complain, log_lines, positive
+from mesh_transformer.command_line import (
+    add_devices,
+    add_orders,
+    add_version,
+    add_weights,
+    complain,
+    log_lines,
+    positive,
+)
 from mesh_transformer.errors import EXIT_KEYBOARD, ConfigError, MeshTransformerError
 
 if TYPE_CHECKING:
@@ -30,8 +37,8 @@ KEYS = "MESH_TRANSFORMER_API_KEYS"  # an environment variable, which other users
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
-    command_line.add_version(parser)
-    command_line.add_weights(parser)
+    add_version(parser)
+    add_weights(parser)
     where = parser.add_argument_group("where it listens")
     where.add_argument("--host", default=HOST, help=f"address to listen on ({HOST}: this machine only)")
     where.add_argument("--port", type=int, default=PORT, help=f"port to listen on ({PORT}; 0: a free one, told)")
@@ -53,10 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     limits.add_argument("--chunk", type=positive, metavar="N", help="prompt tokens read between others' tokens (64)")
     limits.add_argument("--timeout", type=positive, metavar="SECONDS", help="for a whole answer (600)")
     limits.add_argument("--drain", type=positive, metavar="SECONDS", help="to finish in after SIGTERM (60)")
-    parser.add_argument(
-        "--filter-order", choices=("reference", "huggingface"), default="reference", help="see docs/sampling.md"
-    )
-    command_line.add_devices(parser)
+    add_orders(parser)
+    add_devices(parser)
     options = parser.parse_args(arguments)
     if not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port} must be from 0 to 65535")
@@ -106,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     def load() -> Batch:
         mesh = inference.start_mesh(config, options.platform, options.devices)
         network = inference.load_network(config, mesh, step_dirs)
-        batch = Batch(completion.Completer(network, tokenizer), limits, options.filter_order)
+        batch = Batch(completion.Completer(network, tokenizer), limits, options.filter_order, options.window)
         batch.compile()
         return batch
 

@@ -89,3 +89,15 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=positive, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
     )
+
+
+def add_orders(parser: argparse.ArgumentParser) -> None:
+    """--filter-order, --window: where the 2021 library and others differ, for `completion.Options`."""
+    parser.add_argument(
+        "--filter-order", choices=("reference", "huggingface"), default="reference",
+        help="temperature behind the filters, or in front of them (reference)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--window", choices=("full", "reference"), default="full",
+        help="past the context attend to the newest seq positions, or one fewer (full)",
+    )  # fmt: skip

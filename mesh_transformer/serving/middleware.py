@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _ALLOWED_METHODS = "GET, POST, OPTIONS"
 _ALLOWED_HEADERS = "Authorization, Content-Type"
-_EXPOSED_HEADERS = "Retry-After, Warning, X-Request-Id"
+_EXPOSED_HEADERS = "Retry-After, Warning"
 PROTECTED = ("/complete", "/v1/")
 
 
