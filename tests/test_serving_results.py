@@ -103,9 +103,18 @@ def test_nothing_is_compiled_once_the_batch_is_ready(completer, served_model, dp
             for output in batch.decode(4):
                 found[output.row] += output.completion.tokens
         batch.reset()
-        batch.begin(1, prompts[0], Options(5, asked[3]))
-        assert sum(output.completion.tokens for output in batch.read() + batch.decode(9)) <= 5
+        # Two rows of different replicas whose prompts are read at once, and one behind the first.
+        for row in range(3):
+            batch.begin(row, prompts[row], Options(9, asked[row], seed=row))
+        texts = [""] * 3
+        while batch.reading:
+            for output in batch.read():
+                texts[output.row] += output.completion.text
+        for output in batch.decode(9):
+            texts[output.row] += output.completion.text
     assert not compiled
+    alone = completer.complete(prompts[:3], [Options(9, asked[row], seed=row) for row in range(3)])
+    assert texts == [answer.text for answer in alone]
     assert all(1 <= count <= 17 for count in found.values()) and max(found.values()) > 5
 
 
