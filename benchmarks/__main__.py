@@ -16,6 +16,7 @@ SCRIPTS = [
     "data.py",
     "checkpoint.py",
     "evaluate.py",
+    "serve.py",
 ]
 
 
