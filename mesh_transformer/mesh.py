@@ -75,6 +75,10 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
     found = find_devices() if devices is None else list(devices)
     dp, mp = check_mesh(config, len(found))
+    if config.mesh.zero_stage and len(found) > 1 and found[0].platform == "cpu":
+        # XLA runs a program from the cache without the order of its collectives, which ZeRO has several of at a time:
+        # on CPU they then meet the wrong partners, and the process aborts or waits for ever.
+        jax.config.update("jax_enable_compilation_cache", False)
     if found[0].platform == "tpu":
         from jax.experimental import mesh_utils  # topology-aware order; public, though under experimental
 

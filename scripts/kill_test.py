@@ -34,7 +34,7 @@ from mesh_transformer.checkpoint.store import CheckpointStore  # noqa: E402
 from mesh_transformer.data.records import RecordWriter  # noqa: E402
 
 SEQ, VOCAB, RECORDS_PER_FILE = 16, 64, 37  # files end in the middle of a step
-DATED = "_CHECKPOINT_METADATA"  # in which Orbax notes the time
+DATED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # in which Orbax notes the time, and the path
 TIMES = ("time", "train/step_seconds", "train/steps_per_sec", "train/tokens_per_sec", "train/model_flops_per_sec")
 DEADLINE = 900.0  # seconds for a process to reach the moment at which it is killed
 

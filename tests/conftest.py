@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 _cache = os.environ.get("MESH_TRANSFORMER_TEST_CACHE") or tempfile.mkdtemp(prefix="mesh-transformer-xla-")
@@ -65,6 +66,21 @@ def batch_of(*shape: int, vocab: int = 64, seed: int = 0) -> dict[str, np.ndarra
     """{"obs", "target"} of random ids, one token apart, with leading dims `shape` = (..., S)."""
     tokens = tokens_of(*shape[:-1], shape[-1] + 1, vocab=vocab, seed=seed)
     return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
+
+
+@pytest.fixture(scope="module")
+def uncached() -> Iterator[None]:
+    """For modules whose programs have several independent collectives: nothing that they or their subprocesses compile
+    goes to the cache. On several CPU devices XLA runs a program that it read from there without the order of its
+    collectives, which then can wait for each other.
+    """
+    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    before = os.environ[name]
+    os.environ[name] = "1e9"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    yield
+    os.environ[name] = before
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(before))
 
 
 @pytest.fixture(scope="session")

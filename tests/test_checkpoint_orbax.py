@@ -22,6 +22,8 @@ from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.errors import CheckpointError, StorageError
 from mesh_transformer.state import OptimizerState, TrainState
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 CONFIG = config_of(4, ckpt_format="orbax")
 MESH = mesh_of(2, 4)
 

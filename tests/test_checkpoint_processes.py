@@ -12,6 +12,8 @@ from orbax_process import CONFIG, check, made_state
 from mesh_transformer.checkpoint import formats, inspect, manifest
 from mesh_transformer.config import load_config
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 HERE = Path(__file__).parent
 
 

@@ -11,6 +11,8 @@ from training_tools import Run, interrupt_at, make_data
 from mesh_transformer.checkpoint import formats
 from mesh_transformer.errors import EXIT_INTERRUPTED
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 ROOT = Path(__file__).parent.parent
 V2 = {"d_head": 6, "ckpt_every": 2, "val_set": {}}
 FORMATS = ["orbax", "shards"]

@@ -20,6 +20,8 @@ from mesh_transformer.config import Config, check_mesh
 from mesh_transformer.config_report import device_bytes, main, size
 from mesh_transformer.memory import activation_bytes
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 PAGE = ROOT / "docs/parallelism.md"
 LARGE = [ROOT / f"configs/{size}B_v{version}.json" for size in (13, 20, 40, 175) for version in (1, 2)]
 GOLDEN = ROOT / "tests/data/golden_v2"

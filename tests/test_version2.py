@@ -21,6 +21,8 @@ from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.errors import CheckpointError
 from mesh_transformer.transformer_zero import network_of as network_by_version
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 GOLDEN = Path(__file__).parent / "data" / "golden_v2"
 TRACE = json.loads((GOLDEN / "train_trace.json").read_text())
 LAST = GOLDEN / f"step_{len(TRACE)}"

@@ -26,6 +26,8 @@ from mesh_transformer.planning.program import Collective, collectives
 from mesh_transformer.state import OptimizerState, TrainState
 from mesh_transformer.transformer_shard import Zero, settle, train_step
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 V2 = (("version", 2), ("d_head", 6))
 FEW = [  # (dp, mp, A), zero_stage, other settings
     ((8, 1, 2), 3, ()),
