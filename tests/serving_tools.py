@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,17 @@ class Server:
     """A server process; `url` is known once it is ready. `program`: the script, device_serve.py or one around it."""
 
     def __init__(
-        self, config: Path, *arguments: str, program: str = "device_serve.py", env: dict[str, str] | None = None
+        self,
+        config: Path,
+        *arguments: str,
+        program: str = "device_serve.py",
+        env: dict[str, str] | None = None,
+        weights: Sequence[str] = ("--random-init",),
     ):
         self.log = config.parent / f"server-{time.monotonic_ns()}.log"
         self._said = self.log.open("w")
         command = [
-            sys.executable, program, "--config", str(config), "--random-init", "--platform", "cpu", "--devices", "1",
+            sys.executable, program, "--config", str(config), *weights, "--platform", "cpu", "--devices", "1",
             "--port", "0", *LIMITS, *arguments,
         ]  # fmt: skip
         self.process = subprocess.Popen(

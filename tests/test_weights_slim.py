@@ -1,22 +1,26 @@
 """slim_model.py: a folder that every other script takes as it is, and that no run continues by mistake."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_tools import read_plain, without_fsync, write_2021
 from conftest import mesh_of
+from serving_tools import serving
 from training_tools import Run, make_data
 from weights_tools import config_file, state_of
 
 import device_sample
 import slim_model
+import to_hf_weights
 from mesh_transformer import inference, load_config
 from mesh_transformer.checkpoint import inventory
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES
 from mesh_transformer.checkpoint.shards import read_step
 from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.data.tokenizer import train_tokenizer
+from mesh_transformer.evaluation import perplexity
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +92,14 @@ def test_trained_slimmed_sampled_and_tuned_without_a_hand_on_the_files(tmp_path,
     slim = str(run.model_dir) + "_slim"
     sampled = ("--prompt", "a", "--max-tokens", "3", "--greedy")
     assert device_sample.main([*run.arguments(*alone), "--ckpt", slim, *sampled]) == 0
+    # Evaluation, export and a server take it as well.
+    index = str(tmp_path / "val.index")
+    assert perplexity.main([*run.arguments(*alone), "--ckpt", slim, "--data", index, "--batches", "1"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    exported = ["--input-ckpt", slim + "/step_1", "--output-path", str(tmp_path / "hf"), "--cpu"]
+    assert to_hf_weights.main([*run.arguments()[:2], *exported]) == 0
+    with serving(Path(run.arguments()[1]), weights=("--ckpt", slim)) as server:
+        assert isinstance(server.wait_ready().complete(context="a", temp=0), str)
     # In place of its run's folder too, as a config's model_dir.
     as_model_dir = load_config(run.keys | {"model_dir": slim})
     assert inference.choose_steps(as_model_dir, None, "latest", False) == [slim + "/step_1"]
