@@ -20,10 +20,12 @@ from mesh_transformer.completion import Options
 from mesh_transformer.errors import ConfigError
 
 PROMPT = "> "
-# The script in a session whose terminal is its own, so that Ctrl-C reaches it as a signal.
+# The script in a session whose terminal is its own, so that Ctrl-C reaches it as a signal; which a job that runs in the
+# background, as tests may, ignores from birth.
 OWN_TERMINAL = """
-import fcntl, runpy, termios
+import fcntl, runpy, signal, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 runpy.run_path("device_sample.py", run_name="__main__")
 """
 
