@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
     ("kills", "steps", "dp", "mp"),
     [
         pytest.param(2, 24, 2, 2, marks=pytest.mark.slow),
-        pytest.param(30, 500, 2, 4, marks=pytest.mark.long),
+        pytest.param(30, 800, 2, 4, marks=pytest.mark.long),
     ],
 )
 def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path, record_property, kills, steps, dp, mp):
