@@ -94,10 +94,10 @@ class Reference:
         with _Arrays(self.path, MOMENTS, self._hosts, 2 * len(ORDER) + 2) as arrays:
             return _tensors(arrays, 1 if section == layout.MU else 1 + len(ORDER), self.model)
 
-    def counters(self) -> dict[str, int]:
-        """`layout.STEP`, and with the optimizer its counts."""
+    def counters(self, optimizer: bool = True) -> dict[str, int]:
+        """`layout.STEP`, and with the `optimizer` its counts; without, its files are not opened."""
         found = {layout.STEP: self.step}
-        if self.full:
+        if self.full and optimizer:
             with _Arrays(self.path, MOMENTS, self._hosts, 2 * len(ORDER) + 2) as arrays:
                 found[layout.COUNT] = int(arrays.read(0, ()))
                 found[layout.SCHEDULE_COUNT] = int(arrays.read(2 * len(ORDER) + 1, ()))
@@ -140,7 +140,7 @@ def read_step(
 
     sections = (layout.PARAMS, layout.MU, layout.NU) if optimizer and found.full else (layout.PARAMS,)
     trees = {section: placed(section) for section in sections}
-    return placing.to_state(found.path, trees, found.counters(), optimizer, model, mesh, zero_stage)
+    return placing.to_state(found.path, trees, found.counters(optimizer), optimizer, model, mesh, zero_stage)
 
 
 def _meta(path: str) -> _Meta:
