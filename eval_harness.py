@@ -12,24 +12,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.command_line import complain, ending_at_once, log_lines, positive, which_step
+from mesh_transformer.command_line import add_devices, add_weights, complain, ending_at_once, log_lines, positive
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, MeshTransformerError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument(
-        "--ckpt", metavar="PATH", help="weights: a step_N folder, or a model_dir (default: the config's)"
-    )
-    weights.add_argument(
-        "--ckpt-step", type=which_step, default="latest", metavar="N", help="a step, `latest` or `best`"
-    )
-    weights.add_argument("--random-init", action="store_true", help="use weights that were never trained")
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
-    )
+    add_weights(parser)
     parser.add_argument(
         "--tasks", type=names, default=(), metavar="A,B", help="harness names and YAML files (the 2021 library's set)"
     )
@@ -51,10 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--add-bos-token", action="store_true", help="begin every context with end-of-text, as the 2021 library did"
     )
     parser.add_argument("--ftfy", action="store_true", help="clean texts up with ftfy, as the 2021 library did")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="refuse to run on any other (default: any)")
-    parser.add_argument(
-        "--devices", type=positive, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
-    )
+    add_devices(parser)
     return parser.parse_args(arguments)
 
 

@@ -253,7 +253,7 @@ class RunConfig:
     )
     eval_only: bool = key(BOOL, False, "load without optimizer; refused in training")
     early_collect: bool = key(
-        BOOL, True, "version 2 with zero_stage 3: gather weights over dp once a step, not once a layer"
+        BOOL, True, "version 2 with zero_stage 3: gather all layers' weights over dp at once, not layer by layer"
     )
     sampler: str = key(STRING, "nucleus", "how tokens are drawn", choices=("nucleus",), null="nucleus")
     gen_length: int | None = key(INT, None, "tokens to generate", derived="the script's own", low=1, unit="tokens")

@@ -1,5 +1,6 @@
 """What is measured and shown: noise scale, MFU, metrics file, schedule, watchdog, progress."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -53,6 +54,8 @@ def test_noise_scale_finds_the_batch_size_of_noisy_gradients():
 
 def test_mfu_is_flops_over_the_peak_of_all_devices():
     model = load_config(tiny()).model
+    wide = dataclasses.replace(model, version=2, head_size=2 * model.d_head)  # and gated
+    assert throughput.flops_per_token(wide) == 6 * (2 * 20 * 32 * 32 + 32 * 64) + 12 * 2 * 16 * 64
     assert throughput.flops_per_token(model) == 6 * (2 * 12 * 32 * 32 + 32 * 64) + 12 * 2 * 16 * 32
     rates = throughput.rates(model, tokens=100, seconds=2.0, device_kind="NVIDIA H200", devices=4)
     assert rates["train/model_flops_per_sec"] == throughput.flops_per_token(model) * 50

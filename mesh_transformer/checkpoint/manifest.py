@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -150,10 +150,10 @@ def _crc32c(path: str) -> str:
     return gcs.crc32c(path) if gcs.owns(path) else file_crc32c(path)
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages whose arithmetic or formats matter."""
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Versions of Python and of `packages`, by default those whose arithmetic or formats matter to a checkpoint."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesh_transformer.command_line import complain, log_lines, positive, which_step
+from mesh_transformer.command_line import add_devices, add_weights, complain, log_lines, positive
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, ConfigError, DataError, MeshTransformerError
 
 if TYPE_CHECKING:
@@ -151,20 +151,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--data", required=True, metavar="DATA", help="an .index file, a name of the config's val_set, or text"
     )
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--ckpt", metavar="PATH", help="a step_N folder, or a model_dir (default: the config's)")
-    weights.add_argument("--ckpt-step", type=which_step, default="latest", metavar="N", help="a step, `latest`, `best`")
-    weights.add_argument("--random-init", action="store_true", help="use weights that were never trained")
-    parser.add_argument("--strict", action="store_true", help="refuse a damaged newest checkpoint")
+    add_weights(parser)
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--batches", type=positive, metavar="N", help="of records (default: the config's val_batches)")
     amount.add_argument("--whole", action="store_true", help="all records")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="of text: windows at once (by memory)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="refuse to run on any other (default: any)")
-    parser.add_argument(
-        "--devices", type=positive, metavar="N", help="use N devices (default: all); with --platform cpu, simulate N"
-    )
+    add_devices(parser)
     return parser.parse_args(arguments)
 
 

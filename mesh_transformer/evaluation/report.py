@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 from mesh_transformer import storage
+from mesh_transformer.checkpoint.manifest import versions
 
 RESULTS, TABLE, ANSWERS = "results.json", "results.md", "answers.jsonl"
 
 _PACKAGES = ("mesh-transformer", "jax", "jaxlib", "numpy", "tokenizers", "lm_eval", "datasets")
 # Of the harness's own results, what says something about the tasks; the rest is about torch and its environment.
 _OF_TASKS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "n-samples", "higher_is_better")
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that a figure may depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -71,7 +59,7 @@ def document(results: Mapping[str, Any], about: Mapping[str, Any], settings: Map
         "metrics": rows(results),
         "model": dict(about),
         "settings": dict(settings),
-        "versions": versions(),
+        "versions": versions(_PACKAGES),
         "harness": json.loads(json.dumps(harness, default=str)),
     }
 

@@ -117,14 +117,6 @@ def topology(name: str) -> Topology:
     return Topology(chip, chips * chip.devices, _shape(chips, chip.dims))
 
 
-def family(chip: Chip, most: int = 4096) -> list[Topology]:
-    """The slices of a chip, smallest first, up to `most` chips."""
-    counts = [2**n for n in range(int(math.log2(most)) + 1)]
-    if not chip.dims:
-        return [Topology(chip, n, ()) for n in counts]
-    return [Topology(chip, n * chip.devices, _shape(n, chip.dims)) for n in counts if n >= 4]
-
-
 def _shape(chips: int, dims: int) -> tuple[int, ...]:
     """As near to a cube as powers of two can be, smallest side first."""
     power = int(math.log2(chips))

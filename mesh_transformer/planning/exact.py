@@ -41,8 +41,10 @@ def exact(config: Config, topology: Topology, remat: str) -> Estimate:
     """The estimate of one training step with `remat`, from its compiled program.
 
     Takes seconds to minutes, in a process of its own. Raises TooLargeError where the step does not fit, DeviceError
-    where there is no compiler for the topology.
+    where the topology is no TPU slice or there is no compiler.
     """
+    if not topology.is_tpu:
+        raise DeviceError(f"{topology.name}: only steps for TPU slices can be compiled without the devices")
     path = library()
     if path is None:
         raise DeviceError(

@@ -38,11 +38,12 @@ def flops_per_token(model: ModelConfig) -> float:
     """FLOPs of forward and backward for one token, recomputation not counted.
 
     6 for each weight of a matrix product (attention, feed-forward, output head; the embedding is a look-up), and
-    12 L S D for attention's own two products without the causal saving, as Chowdhery et al. 2022, appendix B, count.
+    12 L S HK for attention's own two products without the causal saving, as Chowdhery et al. 2022, appendix B, count;
+    HK, the width of all heads, is D in version 1. Version 2's feed-forward part has a gate, so a third matrix.
     """
-    L, D, S = model.layers, model.d_model, model.seq
-    weights = L * (4 * D * D + 2 * D * model.d_ff) + D * model.n_vocab
-    return 6.0 * weights + 12.0 * L * S * D
+    L, D, S, heads = model.layers, model.d_model, model.seq, model.d_attention
+    weights = L * (4 * D * heads + (model.version + 1) * D * model.d_ff) + D * model.n_vocab
+    return 6.0 * weights + 12.0 * L * S * heads
 
 
 def rates(
