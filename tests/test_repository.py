@@ -42,6 +42,7 @@ LAYERS: list[set[str]] = [
     {"generation"},
     {"answer", "completion", "conversation", "inference", "prompt_files"},
     {"config_records", "config_report", "planning", "training", "serving", "evaluation"},
+    {"cluster"},
 ]
 # Imports upwards that are meant, each inside a function.
 ALLOWED_UPWARDS: set[tuple[str, str]] = {

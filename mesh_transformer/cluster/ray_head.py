@@ -1,0 +1,94 @@
+"""The process that owns a session's head and the nodes of this machine: it ends them when its driver is gone.
+
+`ray_session.RaySession` starts it. It reads one JSON object a line from its standard input, does what it says, each in
+a thread of its own, and answers with one line; where the input ends, for whatever reason, so does everything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+
+class Head:
+    """A head at `address`, with its nodes by name."""
+
+    def __init__(self, address: str, object_store: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._host, self._object_store = address, object_store
+        # No hooks of Ray's own: they would want the main thread, and the signals of the process.
+        self._cluster = Cluster(
+            initialize_head=True, shutdown_at_exit=False,
+            head_node_args={
+                "node_ip_address": address, "num_cpus": 0, "include_dashboard": False, "include_log_monitor": False,
+                "object_store_memory": object_store,
+            },
+        )  # fmt: skip
+        self._nodes: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, name: str, resources: dict[str, float]) -> None:
+        """Start a node, without waiting until the head knows it."""
+        self.remove(name)
+        self._nodes[name] = self._cluster.add_node(
+            wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0, object_store_memory=self._object_store,
+            resources=resources,
+        )  # fmt: skip
+
+    def remove(self, name: str) -> None:
+        """End what is left of a node, if anything."""
+        node = self._nodes.pop(name, None)
+        if node is not None:
+            with contextlib.suppress(Exception):  # parts of it may be gone already
+                self._cluster.remove_node(node, allow_graceful=False)
+
+    def stop(self) -> None:
+        for name in list(self._nodes):
+            self.remove(name)
+        self._cluster.shutdown()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this one
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints goes to the log
+    order = json.loads(sys.stdin.readline())
+    head = Head(order["address"], order["object_store"])
+    writing = threading.Lock()
+
+    def say(reply: dict[str, Any]) -> None:
+        with writing, contextlib.suppress(OSError):
+            print(json.dumps(reply), file=replies, flush=True)
+
+    def do(order: dict[str, Any]) -> None:
+        error = ""
+        try:
+            if order["do"] == "add":
+                head.add(order["name"], order["resources"])
+            else:
+                head.remove(order["name"])
+        except Exception as failure:  # noqa: BLE001 - told to the driver
+            error = f"{type(failure).__name__}: {failure}"
+        say({"number": order["number"], "error": error})
+
+    say({"address": head.address})
+    try:
+        for line in sys.stdin:
+            threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()
+    finally:
+        head.stop()
+        # Not through Ray's own exit handlers, which wait for what is gone.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The Ray session that a driver starts for its run: a head on this machine, with token authentication.
+
+The token is random, new for each session, and lies in a file that only this user can read; it is on no command line
+and in no log. A head at 127.0.0.1 and its nodes listen on that address alone. At any other address Ray itself listens
+on all interfaces of a machine, and what keeps others out is the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Self
+
+from mesh_transformer.errors import MeshTransformerError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+HOST = "host:"  # Ray's resource of a host is named so and after it
+OBJECT_STORE = 256 << 20  # bytes of shared memory for batches on their way
+
+# Of every process of the session. Ray looks for dead nodes every minute by default, and counts them dead much later.
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+NODE_SECONDS = 90  # for a node of this machine to start, or to end
+ENDING_SECONDS = 30
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105  names a file
+
+
+class ClusterError(MeshTransformerError, ValueError):
+    """What a cluster needs is missing, or does not fit together."""
+
+
+def check_installed() -> None:
+    """Raises ClusterError where Ray, an extra, is missing. Imports nothing."""
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError("train.py and --tpu need the package ray: pip install 'mesh-transformer[ray]'")
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinCommand:
+    """How a machine joins: `python ARGUMENTS`, with `environment`, for as long as it is to be a host.
+
+    The machine's own `RAY_AUTH_TOKEN_PATH` must name a file there, readable for its user alone (mode 0600), that holds
+    the session's `token`; hand that over on a standard input, never on a command line. The command runs until it is
+    ended by a SIGTERM to its process, which takes the node with it (never `ray stop`, which ends everybody's).
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+class RaySession:
+    """A head and its nodes, while it is entered. `address`: of this machine, which all hosts reach."""
+
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self._host = address
+        self._address = self._folder = self._token = ""
+        self._head: subprocess.Popen[str] | None = None
+        self._numbers = itertools.count()
+        self._replies: dict[int, queue.Queue[str]] = {}
+        self._before: dict[str, str | None] = {}
+
+    @property
+    def address(self) -> str:
+        """ADDRESS:PORT of the head."""
+        return self._address
+
+    @property
+    def folder(self) -> str:
+        """A folder of the session's own on this machine; gone when it ends."""
+        return self._folder
+
+    @property
+    def token(self) -> str:
+        """The secret that every process of the session must show."""
+        return self._token
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the head and connect this process as its driver. Raises ClusterError."""
+        check_installed()
+        self._folder = tempfile.mkdtemp(prefix="mt-ray-", dir="/tmp")  # short: the paths of sockets have a limit
+        self._token = secrets.token_hex(32)
+        path = os.path.join(self._folder, "token")
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(self._token)
+        # Of all settings, only this makes Ray listen on the loopback interface alone: it is for one machine then.
+        one_machine = "0" if self._host == LOOPBACK else "1"
+        environment = SETTINGS | {ONE_MACHINE: one_machine, TOKEN_PATH: path, "RAY_TMPDIR": self._folder}
+        self._before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        with open(os.path.join(self._folder, "head.log"), "w") as log:
+            self._head = subprocess.Popen(
+                [sys.executable, "-m", "mesh_transformer.cluster.ray_head"], text=True, stderr=log,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            )  # fmt: skip
+        self._tell({"address": self._host, "object_store": OBJECT_STORE})
+        import ray  # while the head starts
+
+        said = self._head.stdout.readline() if self._head.stdout else ""
+        if not said:
+            raise ClusterError(f"Ray cannot start a head at {self._host}: {_last_line(log.name)}")
+        self._address = json.loads(said)["address"]
+        threading.Thread(target=self._listen, name="Ray head", daemon=True).start()
+        ray.init(address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR)
+
+    def stop(self) -> None:
+        """End the head and the nodes of this machine. Never raises."""
+        head, self._head = self._head, None
+        if head is not None:
+            import ray
+
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            if head.stdin is not None:
+                head.stdin.close()  # which is the sign to end
+            try:
+                head.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("the processes of Ray did not end in %d s; they are left behind", ENDING_SECONDS)
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add_local(self, name: str) -> None:
+        """Start a node on this machine as the host `name`, again where there was one. Raises ClusterError.
+
+        Any thread may call this; nodes start side by side.
+        """
+        self._do("add", name, resources=resources(name))
+
+    def remove_local(self, name: str) -> None:
+        """End what is left of a node of this machine."""
+        self._do("remove", name)
+
+    def _do(self, what: str, name: str, **more: Any) -> None:
+        number = next(self._numbers)
+        answer: queue.Queue[str] = queue.Queue()
+        self._replies[number] = answer
+        self._tell({"number": number, "do": what, "name": name, **more})
+        try:
+            error = answer.get(timeout=NODE_SECONDS)
+        except queue.Empty:
+            error = f"no answer in {NODE_SECONDS} s"
+        finally:
+            del self._replies[number]
+        if error:
+            raise ClusterError(f"Ray cannot {what} the node of {name} on this machine: {error}")
+
+    def _tell(self, order: Mapping[str, Any]) -> None:
+        if self._head is None or self._head.stdin is None:
+            raise ClusterError("the Ray session has ended")
+        try:
+            self._head.stdin.write(json.dumps(order) + "\n")
+            self._head.stdin.flush()
+        except OSError as error:
+            raise ClusterError("Ray's head on this machine has ended: start the run again") from error
+
+    def _listen(self) -> None:
+        head = self._head
+        if head is not None and head.stdout is not None:
+            for line in head.stdout:
+                reply = json.loads(line)
+                waiting = self._replies.get(reply["number"])
+                if waiting is not None:
+                    waiting.put(reply["error"])
+
+    def join_command(self, name: str, address: str, temp_dir: str) -> JoinCommand:
+        """How the machine at `address` joins as the host `name`. `temp_dir`: a folder of its own there, short."""
+        arguments = [
+            "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.address}",
+            f"--node-ip-address={address}", f"--temp-dir={temp_dir}", "--disable-usage-stats", "--num-cpus=1",
+            f"--object-store-memory={OBJECT_STORE}", f"--resources={json.dumps(resources(name))}",
+        ]  # fmt: skip
+        return JoinCommand(arguments, SETTINGS | {ONE_MACHINE: "1"})
+
+    def alive(self) -> set[str]:
+        """The names of the hosts whose nodes Ray counts as alive."""
+        import ray
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return {name.removeprefix(HOST) for node in nodes for name in node["Resources"] if name.startswith(HOST)}
+
+    def wait_for(self, names: Collection[str], seconds: float) -> set[str]:
+        """Wait until these hosts have joined, `seconds` at most; those of them that have not."""
+        end = time.monotonic() + seconds
+        while missing := set(names) - self.alive():
+            if time.monotonic() > end:
+                return missing
+            time.sleep(0.1)
+        return set()
+
+
+def resources(name: str) -> Mapping[str, float]:
+    """Ray's resources of the node of a host: one actor computes on it."""
+    return {"tpu": 1, f"{HOST}{name}": 1}
+
+
+def _last_line(path: str) -> str:
+    """The last line that a log has to say."""
+    with open(path, errors="replace") as file:
+        lines = [line.strip() for line in file if line.strip()]
+    return lines[-1] if lines else "it said nothing"
