@@ -13,16 +13,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer import fused_attention
-from mesh_transformer.fused_attention import MASKED, causal_block, query_blocks
+from mesh_transformer.attention_tiles import MASKED
+from mesh_transformer.memory import QUERY_BLOCK, UNROLLED
 from mesh_transformer.parameters import T5_BUCKETS
 
 T5_EXACT = 16
 T5_MAX_DISTANCE = 128
 
-Bias = Callable[[int, int, int, int], jax.Array]
+Bias = Callable[[jax.Array, int], jax.Array]
 
 
 def rotary_table(positions: np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,14 +57,13 @@ def t5_bucket(distance: np.ndarray) -> np.ndarray:
     return np.where(n < T5_EXACT, n, np.minimum(large, T5_BUCKETS - 1)).astype(np.int32)
 
 
-def t5_bias(table_hN: jax.Array, query_start: int, query_stop: int, key_start: int, key_stop: int) -> jax.Array:
-    """Bias [1, h, t, T] for a block of queries and keys, from the table [h, 32].
+def t5_bias(table_hN: jax.Array, query_t: jax.Array, keys: int) -> jax.Array:
+    """Bias [1, h, t, T] of queries at positions [t], all below `keys`, and the first `keys` keys; from [h, 32].
 
     Buckets are constants of the program by distance only, not by pair.
     """
-    by_distance = table_hN.astype(jnp.float32)[:, t5_bucket(np.arange(query_stop - key_start))]
-    query, key = jnp.arange(query_start, query_stop)[:, None], jnp.arange(key_start, key_stop)[None, :]
-    return by_distance[:, jnp.maximum(query - key, 0)][None]
+    by_distance = table_hN.astype(jnp.float32)[:, t5_bucket(np.arange(keys))]
+    return by_distance[:, jnp.maximum(query_t[:, None] - jnp.arange(keys)[None, :], 0)][None]
 
 
 def attend(
@@ -89,25 +90,48 @@ def causal_attention(
 ) -> jax.Array:
     """Causal attention [B, h, S, K] -> [B, h, S, K], over blocks of query rows against the keys up to their end.
 
-    The half of the score matrix above the diagonal is not computed, nor is anything of it kept for a gradient, which
-    computes each block's weights and bias again. `bias(query_start, query_stop, key_start, key_stop)` gives a block's
-    bias; `key_visible_BS` hides keys (bool).
+    The half of the score matrix above the diagonal is not computed (of long sequences, three eighths), nor is anything
+    of it kept for a gradient, which computes each block's weights and bias again. `bias(positions of queries [t],
+    number of keys)` gives a block's bias; `key_visible_BS` hides keys (bool).
     """
     if bias is None and key_visible_BS is None:
         return fused_attention.causal_attention(q_BhSK, k_BhSK, v_BhSK)
 
-    def block(q_BhtK: jax.Array, k_BhTK: jax.Array, v_BhTK: jax.Array, start: int, stop: int) -> jax.Array:
-        visible = causal_block(start, stop)[None, None]
+    def block(q_BhtK: jax.Array, k_BhTK: jax.Array, v_BhTK: jax.Array, query_t: jax.Array) -> jax.Array:
+        keys = k_BhTK.shape[2]
+        visible = (query_t[:, None] >= jnp.arange(keys)[None, :])[None, None]
         if key_visible_BS is not None:
-            visible = visible & key_visible_BS[:, None, None, :stop]
-        return attend(q_BhtK, k_BhTK, v_BhTK, visible, None if bias is None else bias(start, stop, 0, stop))
+            visible = visible & key_visible_BS[:, None, None, :keys]
+        return attend(q_BhtK, k_BhTK, v_BhTK, visible, None if bias is None else bias(query_t, keys))
 
-    again = jax.checkpoint(block, static_argnums=(3, 4))
-    out = [
-        again(q_BhSK[:, :, start:stop], k_BhSK[:, :, :stop], v_BhSK[:, :, :stop], start, stop)
-        for start, stop in query_blocks(q_BhSK.shape[2])
-    ]
+    again = jax.checkpoint(block)
+    out = []
+    for start, stop in _spans(q_BhSK.shape[2]):
+        q_BhtK, k_BhTK, v_BhTK = q_BhSK[:, :, start:stop], k_BhSK[:, :, :stop], v_BhSK[:, :, :stop]
+        if stop - start <= QUERY_BLOCK:
+            out.append(again(q_BhtK, k_BhTK, v_BhTK, jnp.arange(start, stop)))
+        else:
+            step = lambda q, position, k=k_BhTK, v=v_BhTK: again(q, k, v, position)  # noqa: E731
+            out.append(_one_by_one(step, q_BhtK, start))
     return checkpoint_name(jnp.concatenate(out, axis=2), "attended")  # as rematerialisation knows it
+
+
+def _spans(S: int) -> list[tuple[int, int]]:
+    """(start, stop) of what is unrolled: a block of query rows, or as many as make UNROLLED spans of whole blocks."""
+    rows = QUERY_BLOCK * max(1, math.ceil(S / (UNROLLED * QUERY_BLOCK)))
+    return [(start, min(start + rows, S)) for start in range(0, S, rows)]
+
+
+def _one_by_one(block: Callable[[jax.Array, jax.Array], jax.Array], q_BhtK: jax.Array, start: int) -> jax.Array:
+    """`block(query rows, their positions)` over the rows [B, h, t, K] from position `start` on, a block at a time."""
+    B, h, rows, K = q_BhtK.shape
+    count = math.ceil(rows / QUERY_BLOCK)
+    # Rows behind the last, which fill its block, stand at the last position too, and are cut off again.
+    filled = jnp.pad(q_BhtK, ((0, 0), (0, 0), (0, count * QUERY_BLOCK - rows), (0, 0)))
+    blocks = filled.reshape(B, h, count, QUERY_BLOCK, K).transpose(2, 0, 1, 3, 4)
+    position = np.minimum(start + np.arange(count * QUERY_BLOCK), start + rows - 1).reshape(count, QUERY_BLOCK)
+    out = lax.map(lambda each: block(*each), (blocks, position.astype(np.int32)))
+    return out.transpose(1, 2, 0, 3, 4).reshape(B, h, -1, K)[:, :, :rows]
 
 
 def t5_bias_of(table_hN: jax.Array | None) -> Bias | None:

@@ -5,7 +5,13 @@ Letters: D d_model, HK all heads' dims, F the feed-forward's width, v the vocabu
 
 from __future__ import annotations
 
+import math
+
 from mesh_transformer.config_groups import ModelConfig
+
+QUERY_BLOCK = 128  # rows of attention's scores that are worked on at once
+# Blocks that an unrolled program has at most: on a CPU XLA works on them side by side, and keeps the scores of all.
+UNROLLED = 4
 
 
 def kept_bytes(model: ModelConfig, mp: int, tokens: int, remat: str, itemsize: int) -> int:
@@ -22,11 +28,18 @@ def kept_bytes(model: ModelConfig, mp: int, tokens: int, remat: str, itemsize: i
 def activation_bytes(model: ModelConfig, mp: int, tokens: int, remat: str, itemsize: int) -> int:
     """`kept_bytes`, and the most that is at work at once: one layer's backward pass, or the output head's chunk.
 
-    The factors are fitted to what XLA plans on a CPU in float32 (within a quarter, tests/test_memory.py). Attention's
-    scores, half a square, are float32; where it is fused (cuDNN) they are not there.
+    The factors are fitted to what XLA plans on a CPU in float32 (within a quarter, tests/test_memory.py). Attention
+    works tile by tile and has no scores to speak of, except with t5's bias, and in sequences of a single block.
     """
     D, HK, F, v = model.d_model, model.n_heads * model.d_head, model.d_ff, model.n_vocab / mp
-    scores = tokens * model.seq / 2 * model.n_heads / mp * 4
-    layer = tokens * (8 * D + (2 * HK + 2 * F) / mp) * itemsize + scores
+    layer = tokens * (5 * D + (2 * HK + 5 * F) / mp) * itemsize
+    if model.pe == "t5" or model.seq <= QUERY_BLOCK:
+        layer += 2 * tokens * _score_rows(model.seq) * model.n_heads / mp * 4  # scores, float32, and their gradient
     head = 2 * min(model.logit_chunk, tokens) * v * 4  # logits and their gradient are float32
     return kept_bytes(model, mp, tokens, remat, itemsize) + int(max(layer, head))
+
+
+def _score_rows(seq: int) -> float:
+    """Of a head's scores [seq, seq] as many rows as are there at once: a block of each span, up to the span's end."""
+    spans = min(UNROLLED, math.ceil(seq / QUERY_BLOCK))
+    return min(seq, QUERY_BLOCK) * (spans + 1) / 2

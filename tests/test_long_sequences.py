@@ -50,6 +50,33 @@ def test_attention_in_blocks_is_plain_attention(S: int, with_bias: bool) -> None
         assert np.abs(other).max() > 0.1
 
 
+def test_hidden_keys_are_hidden_in_long_sequences_too() -> None:
+    S, visible = 700, 650
+    q, k, v = (normal(seed, 1, 2, S, 8) for seed in range(3))
+    seen = jnp.arange(S)[None, :] < visible
+    got = jax.jit(lambda: attention.causal_attention(q, k, v, key_visible_BS=seen))()[:, :, visible:]
+    scores = jnp.einsum("bhtk,bhTk->bhtT", q, k, precision="highest")[:, :, visible:, :visible] / math.sqrt(8)
+    expected = jnp.einsum("bhtT,bhTk->bhtk", jax.nn.softmax(scores, axis=-1), v[:, :, :visible], precision="highest")
+    assert np.abs(got - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize(("with_bias", "share"), [(False, 1 / 16), (True, 3 / 4)])
+def test_memory_of_attention_does_not_grow_with_the_square(with_bias: bool, share: float) -> None:
+    """What a gradient needs, beside one head's whole scores; twice the length takes about twice as much."""
+
+    def needed(S: int) -> int:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
+            bias = attention.t5_bias_of(table) if with_bias else None
+            return jnp.sum(attention.causal_attention(q, k, v, bias))
+
+        shape = jax.ShapeDtypeStruct((1, 2, S, 8), jnp.float32)
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, jnp.zeros((2, 32)))
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    assert needed(4096) < share * 4 * 4096**2
+    assert needed(4096) < 2.2 * needed(2048)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 @pytest.mark.parametrize("z_loss", ["reference", "log_z", "off"])
 def test_loss_in_chunks_is_the_loss_of_all_logits(chunk: int, z_loss: str) -> None:

@@ -34,7 +34,8 @@ LAYERS: list[set[str]] = [
     {"command_line", "progress"},
     {"config_fields", "config_rules", "config_groups", "config", "storage", "storage_errors", "gcs"},
     {"mesh", "parameters", "collectives", "state", "memory"},
-    {"attention", "fused_attention", "cross_entropy", "collected_vocabulary", "layers", "optimizer", "steps"},
+    {"attention", "attention_tiles", "fused_attention"}
+    | {"cross_entropy", "collected_vocabulary", "layers", "optimizer", "steps"},
     {"transformer_shard"},
     {"transformer_zero"},
     {"sampler", "sampling"},
