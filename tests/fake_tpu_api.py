@@ -1,7 +1,8 @@
 """A server on this machine that speaks the Cloud TPU API, with Google's token exchange in front of it.
 
 Real HTTP, real google-auth: a service account's key file signs, `/token` hands out tokens that run out, and what comes
-without a good one is 401. Nodes take `ready_after` looks to be READY. `refuse` holds answers for the next requests.
+without a good one is 401. Nodes take `ready_after` looks to be READY; if that is 1, operations are done at once.
+`refuse` holds answers for the next requests.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class FakeTPU:
 
     def operation(self, **more):
         self.count += 1
-        made = {"name": f"{PARENT}/operations/operation-{self.count}", **more}
+        made = {"name": f"{PARENT}/operations/operation-{self.count}", "done": self.ready_after == 1, **more}
         self.operations[f"operation-{self.count}"] = made
         return 200, made
 

@@ -13,6 +13,9 @@ from mesh_transformer.errors import ConfigError
 pytest.importorskip("google.auth", reason="needs google-auth")
 
 
+NONCE = "0123456789abcdef"
+
+
 class Time:
     """A clock that only sleeping moves."""
 
@@ -82,7 +85,7 @@ def test_other_names_are_refused(name):
 
 
 def test_a_tpu_is_made_and_waited_for(api, fake):
-    node = tpu_nodes.create(api, "pod", request(spot=True, metadata=(("ssh-keys", "me:key"),)))
+    node = tpu_nodes.create(api, "pod", request(spot=True, metadata=(("ssh-keys", "me:key"),)), NONCE)
     assert [endpoint.internal for endpoint in tpu_nodes.endpoints(node)] == fake.hosts
     (body,) = [body for method, path, body in fake.log if method == "POST"]
     assert body["acceleratorType"] == "v4-32" and body["runtimeVersion"] == "tpu-ubuntu2204-base"
@@ -94,7 +97,7 @@ def test_a_tpu_is_made_and_waited_for(api, fake):
 
 def test_a_queued_tpu_is_made_waited_for_and_deleted_with_its_request(api, fake, caplog):
     caplog.set_level(logging.INFO, "mesh_transformer")
-    node = tpu_nodes.create(api, "pod", request(spot=True, queued=True))
+    node = tpu_nodes.create(api, "pod", request(spot=True, queued=True), NONCE)
     assert node["queuedResource"] == f"{PARENT}/queuedResources/pod"
     assert fake.queued["pod"]["spot"] == {} and "guaranteed" not in fake.queued["pod"]
     assert "the request is WAITING_FOR_RESOURCES" in caplog.text
@@ -118,7 +121,7 @@ def test_a_queued_tpu_is_made_waited_for_and_deleted_with_its_request(api, fake,
 def test_a_refused_creation_is_an_error_that_says_what_to_do(api, fake, time_, status, word, message, reason, said):
     fake.refuse = [("POST", status, word, message, reason)]
     with pytest.raises(TPUError, match=said) as error:
-        tpu_nodes.create(api, "pod", request())
+        tpu_nodes.create(api, "pod", request(), NONCE)
     assert error.value.status == status and message in str(error.value)
     assert len(fake.requests("POST")) == 1 and not fake.nodes and not time_.pauses
 
@@ -145,21 +148,21 @@ def test_asking_again_has_an_end(api, fake, time_):
 
 def test_an_answer_that_is_lost_does_not_make_a_second_one(api, fake):
     fake.refuse = [("POST", 0, "", "", "and yet it is made")]
-    tpu_nodes.create(api, "pod", request())
+    tpu_nodes.create(api, "pod", request(), NONCE)
     assert len(fake.nodes) == 1 and len(fake.requests("POST")) == 2
 
 
 def test_anothers_of_the_same_name_is_not_taken(api, fake):
     fake.create_node("pod", {"acceleratorType": "v4-32", "runtimeVersion": "x"})
     with pytest.raises(TPUError, match="409 ALREADY_EXISTS"):
-        tpu_nodes.create(api, "pod", request())
+        tpu_nodes.create(api, "pod", request(), NONCE)
 
 
 def test_an_operation_that_fails_is_an_error(api, fake):
     stock = {"code": 8, "message": "There is no more capacity in the zone"}
     fake.operation = lambda **more: (200, {"name": f"{PARENT}/operations/x", "done": True, "error": stock})
     with pytest.raises(TPUError, match=f"making TPU pod.*RESOURCE_EXHAUSTED.*{ZONE} has no such TPU free now") as error:
-        tpu_nodes.create(api, "pod", request())
+        tpu_nodes.create(api, "pod", request(), NONCE)
     assert error.value.may_pass
 
 
@@ -169,7 +172,7 @@ def test_nothing_waits_for_ever(api, fake, time_, what):
     if what == "operation":
         fake.advance = lambda kind, found: None
     with pytest.raises(TPUError, match="after 600 s"):
-        tpu_nodes.create(api, "pod", request(queued=what == "queue"), seconds=600)
+        tpu_nodes.create(api, "pod", request(queued=what == "queue"), NONCE, seconds=600)
     assert 600 < time_.now < 1300 and len(fake.log) < 150
 
 
@@ -177,34 +180,34 @@ def test_a_failed_request_in_the_queue_says_why(api, fake):
     fake.advance = lambda kind, found: found.update(done=True, state={
         "state": "FAILED", "failedData": {"error": {"message": "no such reservation"}}})  # fmt: skip
     with pytest.raises(TPUError, match="is FAILED: no such reservation"):
-        tpu_nodes.create(api, "pod", request(queued=True))
+        tpu_nodes.create(api, "pod", request(queued=True), NONCE)
 
 
 @pytest.mark.parametrize("queued", [False, True])
 def test_a_preempted_tpu_is_deleted_and_made_again_when_there_is_capacity(api, fake, time_, queued):
-    node = tpu_nodes.create(api, "pod", request(spot=True, queued=queued))
+    node = tpu_nodes.create(api, "pod", request(spot=True, queued=queued), NONCE)
     fake.preempt("pod")
     with pytest.raises(TPUError, match="PREEMPTED"):
         tpu_nodes.await_ready(api, "pod")
     fake.refuse = [("POST", 429, "RESOURCE_EXHAUSTED", "There is no more capacity in the zone")] * 4
-    again = tpu_nodes.recreate(api, "pod", tpu_nodes.request_of(node))
+    again = tpu_nodes.recreate(api, "pod", tpu_nodes.request_of(node), NONCE)
     assert again["state"] == "READY" and again["id"] != node["id"]
-    assert again["acceleratorType"] == "v4-32" and again["labels"].keys() == {"mesh-transformer"}
+    assert again["acceleratorType"] == "v4-32" and again["labels"] == {"mesh-transformer": NONCE}
     assert len(fake.requests("DELETE")) == 1 and len(fake.requests("POST")) == 6
     waits = [pause for pause in time_.pauses if pause > 15]
     assert waits == sorted(waits) and waits  # between tries, longer each time
 
 
 def test_making_again_stops_at_what_waiting_does_not_help(api, fake, time_):
-    tpu_nodes.create(api, "pod", request())
+    tpu_nodes.create(api, "pod", request(), NONCE)
     before = len(fake.requests("POST"))
     fake.refuse = [("POST", 403, "PERMISSION_DENIED", "denied")]
     with pytest.raises(TPUError, match="roles/tpu.admin"):
-        tpu_nodes.recreate(api, "pod", request())
+        tpu_nodes.recreate(api, "pod", request(), NONCE)
     assert len(fake.requests("POST")) == before + 1
     fake.refuse = [("POST", 429, "RESOURCE_EXHAUSTED", "no more capacity")] * 1000
     with pytest.raises(TPUError, match="no such TPU free now"):
-        tpu_nodes.recreate(api, "pod", request(), seconds=3600)
+        tpu_nodes.recreate(api, "pod", request(), NONCE, seconds=3600)
     assert time_.now < 2 * 3600
 
 
@@ -260,7 +263,7 @@ def test_tokens_are_not_sent_in_the_clear(monkeypatch):
 
 
 def test_host_keys_come_from_the_api(api, fake):
-    tpu_nodes.create(api, "pod", request())
+    tpu_nodes.create(api, "pod", request(), NONCE)
     fake.host_keys = [["ssh-ed25519 AAAA0"], ["ssh-ed25519 AAAA1", "ecdsa-sha2-nistp256 BBBB"]]
     assert tpu_nodes.host_keys(api, "pod", 2) == fake.host_keys
     fake.refuse = [("POST", 404, "NOT_FOUND", "no guest attributes")] * 2

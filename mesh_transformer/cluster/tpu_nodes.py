@@ -99,9 +99,13 @@ def check_offered(api: TPUApi, request: Request) -> None:
             raise ConfigError(f"{flag} {wanted}: the zone {api.zone} does not offer it; it offers {has}")
 
 
-def create(api: TPUApi, name: str, request: Request, seconds: float = READY_SECONDS) -> Body:
-    """Makes a node and waits for READY; the node. Raises TPUError, with the API's reason where it refuses."""
-    nonce = secrets.token_hex(8)
+def new_nonce() -> str:
+    """What the label of the next node will say, by which its maker knows it again."""
+    return secrets.token_hex(8)
+
+
+def create(api: TPUApi, name: str, request: Request, nonce: str, seconds: float = READY_SECONDS) -> Body:
+    """Makes a node, labelled `nonce`, and waits for READY; the node. Raises TPUError, with the API's reason."""
     kind = "spot" if request.spot else "preemptible" if request.preemptible else "on demand"
     logger.info(
         "TPU %s: asking for a %s, %s, in %s (%s)",
@@ -109,7 +113,7 @@ def create(api: TPUApi, name: str, request: Request, seconds: float = READY_SECO
     )  # fmt: skip
     if request.queued:
         _queue(api, name, request, nonce)
-        _await_queue(api, name, seconds)
+        await_queue(api, name, seconds)
     else:
         operation = _post(api, f"nodes?nodeId={urllib.parse.quote(name)}", request.node(nonce), f"nodes/{name}", nonce)
         if operation is not None:
@@ -140,7 +144,7 @@ def _queue(api: TPUApi, name: str, request: Request, nonce: str) -> None:
         api.finish(operation, f"queueing TPU {name}", READY_SECONDS)
 
 
-def _await_queue(api: TPUApi, name: str, seconds: float) -> None:
+def await_queue(api: TPUApi, name: str, seconds: float) -> None:
     """Until the queued resource is ACTIVE."""
     deadline, pauses, said = api.clock() + seconds, Pauses(2.0, 60.0), ""
     while True:
@@ -211,7 +215,7 @@ def delete(api: TPUApi, name: str, seconds: float = DELETE_SECONDS) -> bool:
     return True
 
 
-def recreate(api: TPUApi, name: str, request: Request, seconds: float = WAIT_SECONDS) -> Body:
+def recreate(api: TPUApi, name: str, request: Request, nonce: str, seconds: float = WAIT_SECONDS) -> Body:
     """Deletes what is left of a node and makes it again, trying until there is capacity; the READY node.
 
     Raises TPUError for what waiting does not help, or when the time is over.
@@ -221,7 +225,7 @@ def recreate(api: TPUApi, name: str, request: Request, seconds: float = WAIT_SEC
         try:
             if delete(api, name):
                 logger.info("TPU %s: what was left of it is deleted", name)
-            return create(api, name, request, max(60.0, deadline - api.clock()))
+            return create(api, name, request, nonce, max(60.0, deadline - api.clock()))
         except TPUError as error:
             pause = pauses.next()
             if not (error.may_pass or error.reason in LOST) or api.clock() + pause > deadline:
