@@ -1,9 +1,11 @@
-"""Peak memory and step time against sequence length: rematerialisation, and attention in blocks beside a plain one.
+"""Peak memory and step time against sequence length: rematerialisation, attention in tiles and the loss in chunks,
+beside plain forms of both.
 
 python benchmarks/memory.py [--lengths 512 2048 8192] [--rounds 3] [--remats none dots full]
 
 One device, one sequence a step. Memory is the compiled step's: its arguments and what it needs besides. The plain
-attention, which has the whole [S, S] matrix of a head in memory, exists only here, with remat `dots` and `none`.
+attention, which has the whole [S, S] matrix of each head in memory, exists only here. Each line is printed when it is
+measured; the longest plain ones take a minute each.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from mesh_transformer import CausalTransformer, fused_attention, load_config, ma
 from mesh_transformer.mesh import choose_platform, find_devices  # noqa: E402
 from mesh_transformer.transformer_shard import train_step  # noqa: E402
 
+CHUNK = 512
 SHAPE = {"layers": 2, "d_model": 128, "n_heads": 2, "n_vocab": 1024, "pe_rotary_dims": 32}
-BLOCKED = fused_attention.causal_attention
+TILED = fused_attention.causal_attention
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -39,12 +42,13 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhtT,bhTk->bhtk", jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1), v)
 
 
-def measure(length: int, remat: str, plain: bool, rounds: int) -> tuple[float, float]:
+def measure(length: int, remat: str, attention: str, loss: str, rounds: int) -> tuple[float, float]:
     """MiB of the compiled step, and its median seconds."""
-    fused_attention.causal_attention = plain_attention if plain else BLOCKED
+    fused_attention.causal_attention = plain_attention if attention == "plain" else TILED
     train_step.cache_clear()
     config = load_config({
-        **SHAPE, "seq": length, "remat": remat, "compute_dtype": "float32", "lr": 1e-4, "total_steps": 10,
+        **SHAPE, "seq": length, "remat": remat, "logit_chunk": CHUNK if loss == "chunks" else length,
+        "compute_dtype": "float32", "lr": 1e-4, "total_steps": 10,
         "train_set": "none.index",
     })  # fmt: skip
     network = CausalTransformer(config, make_mesh(config, find_devices(count=1)))
@@ -68,15 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     choose_platform("cpu", 1)
     print(f"jax {jax.__version__}; {', '.join(f'{key} {value}' for key, value in SHAPE.items())}; medians")
-    print("| attention | remat | " + " | ".join(f"S {length}: MiB | s" for length in options.lengths) + " |")
-    print("|---|---|" + "---|---|" * len(options.lengths))
-    cases = [(False, remat) for remat in options.remats] + [
-        (True, remat) for remat in options.remats if remat != "full"
-    ]
-    for plain, remat in cases:
-        cells = [measure(length, remat, plain, options.rounds) for length in options.lengths]
-        row = " | ".join(f"{mib:.0f} | {seconds:.3f}" for mib, seconds in cells)
-        print(f"| {'plain [S, S]' if plain else 'in blocks'} | {remat} | {row} |", flush=True)
+    print("| S | attention | loss | remat | MiB | s |\n|---|---|---|---|---|---|", flush=True)
+    cases = [("tiles", "chunks", remat) for remat in options.remats]
+    cases += [("plain", "chunks", remat) for remat in options.remats if remat != "none"] + [("tiles", "whole", "dots")]
+    for length in options.lengths:
+        for attention, loss, remat in cases:
+            mib, seconds = measure(length, remat, attention, loss, options.rounds)
+            print(f"| {length} | {attention} | {loss} | {remat} | {mib:.0f} | {seconds:.3f} |", flush=True)
     return 0
 
 

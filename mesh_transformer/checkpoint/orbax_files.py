@@ -27,8 +27,7 @@ from mesh_transformer.checkpoint.npz import BFLOAT16
 from mesh_transformer.checkpoint.orbax_layout import NewArray
 from mesh_transformer.errors import CheckpointError, MeshTransformerError, StorageError
 
-UNDER_WAY = 64 << 20  # bytes that are being written at a time
-_PIECE = 16 << 20  # bytes of a piece of a block
+UNDER_WAY = 32 << 20  # bytes that are being written at a time; tensorstore holds each of them several times
 
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's messages
 
@@ -109,10 +108,11 @@ class Arrays:
 
     def write(self, label: str, region: Region, values: np.ndarray) -> None:
         """Put `values` into a region of an array; they must stay as they are until `finish`."""
-        for part, piece in _pieces(region, values):
+        store = self._stores[label]
+        for part, piece in _pieces(region, values, tuple(store.chunk_layout.write_chunk.shape or ())):
             while self._writing and self._bytes + piece.nbytes > UNDER_WAY:
                 self._wait()
-            target = self._stores[label][tuple(slice(*ends) for ends in part)]
+            target = store[tuple(slice(*ends) for ends in part)]
             self._writing.append((piece.nbytes, target.write(piece, can_reference_source_data_indefinitely=True)))
             self._bytes += piece.nbytes
 
@@ -127,17 +127,20 @@ class Arrays:
         future.result()
 
 
-def _pieces(region: Region, values: np.ndarray) -> Iterator[tuple[Region, np.ndarray]]:
-    """A block in pieces along its first axis."""
-    if not region:
-        yield region, values
-        return
-    (start, stop), *rest = region
-    row = max(values.nbytes // max(stop - start, 1), 1)
-    step = max(1, _PIECE // row)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        yield ((first, last), *rest), values[first - start : last - start]
+def _pieces(region: Region, values: np.ndarray, chunks: tuple[int, ...]) -> Iterator[tuple[Region, np.ndarray]]:
+    """A block cut along the borders of the array's chunks.
+
+    A chunk that comes in several parts would be written several times, and read again between them.
+    """
+    origin = [start for start, _ in region]
+    firsts = [range(start // size * size, stop, size) for (start, stop), size in zip(region, chunks, strict=True)]
+    for corner in itertools.product(*firsts):
+        part = tuple(
+            (max(first, start), min(first + size, stop))
+            for first, size, (start, stop) in zip(corner, chunks, region, strict=True)
+        )
+        within = tuple(slice(first - o, last - o) for (first, last), o in zip(part, origin, strict=True))
+        yield part, values[within]
 
 
 def save(step_dir: str, arrays: Mapping[str, NewArray], fill: Callable[[Arrays], None]) -> None:

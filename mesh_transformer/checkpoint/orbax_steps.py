@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _COUNTER = np.dtype(np.int32)
 _WORKERS = 4
+_READERS = 2  # chunks that are being read at a time; tensorstore holds each of them twice
 
 
 def write_step(step_dir: storage.PathLike, state: Snapshot, model: ModelConfig, **details: Any) -> None:
@@ -207,7 +208,7 @@ def read_step(
     needed = [leaf.label for leaf in leaves if leaf.kind is None or leaf.section in sections]
     manifest.verify(path, described, orbax_layout.files_of(described.files, needed))
     counters = {leaf.section: counter(path, leaf) for leaf in leaves if leaf.kind is None}
-    with ThreadPoolExecutor(_WORKERS) as pool:
+    with ThreadPoolExecutor(_READERS) as pool:
 
         def fill(section: str, kind: Kind, blocks: Blocks) -> None:
             _fill(StoredArray(path, ArrayLeaf(section, kind).label), blocks, pool)
