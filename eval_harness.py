@@ -12,13 +12,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mesh_transformer.command_line import add_devices, add_weights, complain, ending_at_once, log_lines, positive
+from mesh_transformer.command_line import (
+    add_devices,
+    add_version,
+    add_weights,
+    complain,
+    ending_at_once,
+    log_lines,
+    positive,
+)
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, MeshTransformerError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
+    add_version(parser)
     add_weights(parser)
     parser.add_argument(
         "--tasks", type=names, default=(), metavar="A,B", help="harness names and YAML files (the 2021 library's set)"
@@ -80,7 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mesh_transformer.evaluation import command
         from mesh_transformer.evaluation.opening import Source
 
-    weights = ("config", "ckpt", "ckpt_step", "random_init", "strict", "platform", "devices", "batch_size", "ftfy")
+    weights = (
+        "config",
+        "version",
+        "ckpt",
+        "ckpt_step",
+        "random_init",
+        "strict",
+        "platform",
+        "devices",
+        "batch_size",
+        "ftfy",
+    )
     source = Source(**{name: getattr(options, name) for name in (*weights, "add_bos_token")})
     request = command.Request(
         source=source, tasks=options.tasks, shots=options.num_fewshot, limit=options.limit, output=options.output

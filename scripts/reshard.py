@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mesh_transformer.checkpoint import convert  # noqa: E402
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES  # noqa: E402
-from mesh_transformer.command_line import complain, log_lines  # noqa: E402
+from mesh_transformer.command_line import add_version, complain, log_lines  # noqa: E402
 from mesh_transformer.config import load_config  # noqa: E402
 from mesh_transformer.errors import EXIT_DONE, MeshTransformerError  # noqa: E402
 
@@ -32,6 +32,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--dtype", choices=("f32", "bf16", "f16"), help="of the parameters (default: as they are; moments stay)"
     )
     parser.add_argument("--config", metavar="FILE", help="the model's config, for files that do not tell their norm")
+    add_version(parser)
     return parser.parse_args(arguments)
 
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         with log_lines():
-            config = load_config(options.config) if options.config else None
+            config = load_config(options.config, version=options.version) if options.config else None
             dtype = FLOAT_TYPES[options.dtype] if options.dtype else None
             done = convert.reshard(options.source, options.out, options.shards, dtype, config)
     except MeshTransformerError as error:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mesh_transformer.checkpoint import archive, archive_slim  # noqa: E402
 from mesh_transformer.checkpoint.casting import FLOAT_TYPES  # noqa: E402
-from mesh_transformer.command_line import complain, log_lines  # noqa: E402
+from mesh_transformer.command_line import add_version, complain, log_lines  # noqa: E402
 from mesh_transformer.config import load_config  # noqa: E402
 from mesh_transformer.errors import EXIT_DONE, MeshTransformerError  # noqa: E402
 
@@ -30,6 +30,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="the model's config: checks the step, and is recorded with it")
     parser.add_argument("--params-only", action="store_true", help="leave the optimizer out; needs --config")
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="with --params-only: of the parameters")
+    add_version(parser)
     options = parser.parse_args(arguments)
     if options.params_only and not options.config:
         parser.error("--params-only needs --config, which tells where in the files the parameters begin")
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         with log_lines():
-            config = load_config(options.config) if options.config else None
+            config = load_config(options.config, version=options.version) if options.config else None
             if config is not None and options.params_only:
                 dtype = FLOAT_TYPES[options.dtype] if options.dtype else None
                 path = archive_slim.unpack_slim(options.archive, options.out, config, dtype)

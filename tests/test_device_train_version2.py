@@ -63,8 +63,8 @@ def test_fine_tuning_begins_at_a_step_of_orbax(tmp_path, data, caplog):
     ("kills", "steps", "ckpt_format"),
     [
         pytest.param(1, 16, "orbax", marks=pytest.mark.slow),
-        pytest.param(20, 300, "orbax", marks=pytest.mark.long),
-        pytest.param(10, 150, "shards", marks=pytest.mark.long),
+        pytest.param(30, 800, "orbax", marks=pytest.mark.long),
+        pytest.param(10, 300, "shards", marks=pytest.mark.long),
     ],
 )
 def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path, kills, steps, ckpt_format):

@@ -202,3 +202,17 @@ def test_perplexity_of_text_is_that_of_its_documents(tmp_path, capsys):
     assert 0.5 < found["loss"] < 6
     assert perplexity.main(arguments("--data", str(tmp_path / "none.txt"))) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+@harness
+def test_the_version_is_an_option(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "results"
+    text.write_text("import os\n")
+    losses = []
+    for version in ("1", "2"):
+        asked = arguments("--random-init", "--version", version)
+        assert perplexity.main([*asked, "--data", str(text), "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] != losses[1]
+    assert eval_harness.main([*asked, "--tasks", WORD, "--limit", "2", "--output", str(out)]) == 0
+    assert json.loads((out / "results.json").read_text())["model"]["config"]["version"] == 2

@@ -125,3 +125,6 @@ def test_archives_of_something_else_are_refused(tmp_path, step, capsys):
     assert "use the config it was trained with" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         unpack.main([str(ARCHIVE), str(tmp_path / "out"), "--params-only"])
+    same = config_file(tmp_path, **golden_config("v1_rotary_mp4_f32"))
+    assert unpack.main([str(ARCHIVE), str(tmp_path / "out"), "--config", same, "--version", "2"]) == 2
+    assert "version 2" in capsys.readouterr().err

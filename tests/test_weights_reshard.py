@@ -247,3 +247,11 @@ def test_every_spelling_of_a_path_opens_the_same(tmp_path):
     for path in (f"{tmp_path}/step_9", f"{tmp_path}/step_9/", f"file://{tmp_path}/step_9/", tmp_path / "step_9"):
         with streaming.open_weights(path, model_of()) as weights:
             assert weights.step == 9 and weights.path == f"{tmp_path}/step_9"
+
+
+def test_a_version_2_config_is_refused(published, tmp_path, capsys):
+    _, source = published("trained", 2)
+    command = [str(source), str(tmp_path / "out"), "--shards", "1", "--config", config_file(tmp_path, **WIDE)]
+    assert reshard.main([*command, "--version", "2"]) == 2
+    assert "version 2" in capsys.readouterr().err
+    assert reshard.main([*command, "--version", "1"]) == 0

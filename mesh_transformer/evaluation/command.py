@@ -28,7 +28,9 @@ class Request:
 
 def evaluate(request: Request) -> dict[str, Any]:
     """Runs the tasks; returns what `report.document` says. Raises MeshTransformerError for what can be corrected."""
-    load_config(request.source.config)  # its mistakes show before anything heavy is imported
+    load_config(
+        request.source.config, version=request.source.version
+    )  # its mistakes show before anything heavy is imported
     specs = [tasks.Spec(name, request.shots) for name in request.tasks] or list(tasks.DEFAULT)
     source, folder = request.source, request.output
     if folder is not None:

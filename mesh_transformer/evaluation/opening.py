@@ -28,11 +28,13 @@ AUTO = "auto"
 class Source:
     """Which weights, on which devices, and how texts are read; the names are those of `--model_args`.
 
-    batch_size: contexts of a batch, or `auto`.  answers: a file that keeps what has been scored.  add_bos_token: begin
-    every context with the end-of-text token.  The rest is as in device_sample.py.
+    version: of the network; None is the config's.  batch_size: contexts of a batch, or `auto`.  answers: a file that
+    keeps what has been scored.  add_bos_token: begin every context with the end-of-text token.  The rest is as in
+    device_sample.py.
     """
 
     config: str
+    version: int | None = None
     ckpt: str | None = None
     ckpt_step: Which = "latest"
     random_init: bool = False
@@ -58,6 +60,8 @@ class Source:
             size = int(size)
         if size != AUTO and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise EvaluationError(f"batch_size ({size!r}) must be an integer of at least 1, or auto")
+        if arguments.get("version") not in (None, 1, 2):
+            raise EvaluationError(f"version ({arguments['version']!r}) must be 1 or 2")
         return cls(**{**arguments, "batch_size": size})
 
 
@@ -72,7 +76,7 @@ class Opened:
 
 def open_evaluator(source: Source) -> Opened:
     """Loads weights and tokenizer. Raises MeshTransformerError for what the user can correct."""
-    config = load_config(source.config)
+    config = load_config(source.config, version=source.version)
     step_dirs = inference.choose_steps(config, source.ckpt, source.ckpt_step, source.random_init, source.strict)
     tokenizer = completion.tokenizer_of(config)
     if step_dirs:
@@ -106,5 +110,6 @@ def open_evaluator(source: Source) -> Opened:
 def _model(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The config keys that decide what the weights compute."""
     return {
-        key: flat[key] for key in ("layers", "d_model", "n_heads", "n_vocab", "seq", "pe", "norm", "pe_rotary_dims")
+        key: flat[key]
+        for key in ("version", "layers", "d_model", "n_heads", "n_vocab", "seq", "pe", "norm", "pe_rotary_dims")
     }

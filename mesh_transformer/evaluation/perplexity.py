@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesh_transformer.command_line import add_devices, add_weights, complain, log_lines, positive
+from mesh_transformer.command_line import add_devices, add_version, add_weights, complain, log_lines, positive
 from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, ConfigError, DataError, MeshTransformerError
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--config", required=True, help="JSON config, a path or URL")
+    add_version(parser)
     parser.add_argument(
         "--data", required=True, metavar="DATA", help="an .index file, a name of the config's val_set, or text"
     )
@@ -166,7 +167,7 @@ def evaluate(options: argparse.Namespace) -> Perplexity:
     from mesh_transformer import completion, inference
     from mesh_transformer.config import load_config
 
-    config = load_config(options.config)
+    config = load_config(options.config, version=options.version)
     step_dirs = inference.choose_steps(config, options.ckpt, options.ckpt_step, options.random_init, options.strict)
     index = config.data.val_paths.get(options.data, options.data if options.data.endswith(".index") else None)
     if index is None and (options.batches or options.whole):
