@@ -101,3 +101,33 @@ def add_orders(parser: argparse.ArgumentParser) -> None:
         "--window", choices=("full", "reference"), default="full",
         help="past the context attend to the newest seq positions, or one fewer (full)",
     )  # fmt: skip
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """What every command that trains has, for `training.session.Request`; `check_training` looks at the whole."""
+    parser.add_argument("--config", required=True, help="JSON config, a path or URL")
+    parser.add_argument(
+        "--tune-model-path", metavar="PATH", help="fine-tune from this checkpoint: a step_N folder, or a model_dir"
+    )
+    parser.add_argument(
+        "--fresh-opt", action="store_true", help="with --tune-model-path: do not load Adam's moments, start with zeros"
+    )
+    parser.add_argument("--new", action="store_true", help="delete the run in model_dir and start over; asks first")
+    parser.add_argument("--yes", action="store_true", help="answer yes to what --new asks")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, compile, take one step, leave nothing behind"
+    )
+    add_version(parser)
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a damaged newest checkpoint instead of using the one before"
+    )
+    parser.add_argument(
+        "--reset-data", action="store_true", help="continue the run at the beginning of train_set, which may be another"
+    )
+
+
+def check_training(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """The options, if they go together; else the parser says what does not, and ends the program."""
+    if options.fresh_opt and not options.tune_model_path:
+        parser.error("--fresh-opt needs --tune-model-path: it says what to leave out of that checkpoint")
+    return options

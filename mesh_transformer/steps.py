@@ -13,11 +13,12 @@ Letters: A microbatches, B sequences of all replicas, b sequences of this replic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -244,6 +245,40 @@ def compile_eval_step(
     )
 
 
-def place(mesh: Mesh, specs: Mapping[str, P] | Any, values: Any) -> Any:
-    """Host arrays that every process holds whole -> global arrays placed by `specs` (a tree like `values`)."""
-    return jax.tree.map(lambda x, s: jax.device_put(x, s), values, shardings(mesh, specs))
+def place(mesh: Mesh, specs: Mapping[str, P] | Any, values: Any, replicas: Sequence[int] | None = None) -> Any:
+    """Host arrays -> global arrays placed by `specs` (a tree like `values`).
+
+    Every process holds the values whole; or, with `replicas`, the rows of these alone, one replica's behind the
+    other's, where `specs` cut the rows over dp and nothing else.
+    """
+
+    def put(value: Any, sharding: NamedSharding) -> jax.Array:
+        if replicas is not None:
+            return _place_rows(value, sharding, replicas)
+        if sharding.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        # Not `device_put`, with which all processes would first compare their values over the network.
+        whole = np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(put, values, shardings(mesh, specs))
+
+
+def _place_rows(own: np.ndarray, sharding: NamedSharding, replicas: Sequence[int]) -> jax.Array:
+    place_of = {replica: at for at, replica in enumerate(replicas)}
+    axis = sharding.spec.index(DP)
+    rows = own.shape[axis] // len(replicas)
+    shape = (*own.shape[:axis], rows * int(sharding.mesh.shape[DP]), *own.shape[axis + 1 :])
+
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        where = index or ()
+        at = place_of[(where[axis].start or 0) // rows] * rows  # with one replica a slice of everything
+        return own[(*where[:axis], slice(at, at + rows))]
+
+    return jax.make_array_from_callback(shape, sharding, block)
+
+
+def replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
+    """The replicas (indices along dp) of which a process holds a part."""
+    holds = np.vectorize(lambda device: device.process_index == process)(mesh.devices)
+    return tuple(int(replica) for replica in np.flatnonzero(holds.any(axis=mesh.axis_names.index(MP))))

@@ -252,40 +252,40 @@ class CausalTransformer:
     def _param_dtype(self) -> Any:
         return jnp.bfloat16 if self.model.early_cast else jnp.float32
 
-    def train(self, batch: Mapping[str, Any]) -> steps.Metrics:
+    def train(self, batch: Mapping[str, Any], replicas: Sequence[int] | None = None) -> steps.Metrics:
         """One update on {"obs", "target" [A, B, S] int[, "mask" [A, B, S]]}; returns scalars without waiting for them.
 
-        loss and last_loss are the optimised totals; cross_entropy and z_loss their parts; grad_norm is of the sum
-        over microbatches; learning_rate the one used; skipped 1 where a gradient was not finite and nothing changed.
+        `replicas`: each process hands in the rows of these alone (`steps.replicas_of`). loss and last_loss are the
+        optimised totals; cross_entropy and z_loss their parts; grad_norm is of the sum over microbatches; skipped is 1
+        where a gradient was not finite and nothing changed.
         Raises DataError when the batch does not fit mesh or model, CheckpointError when the state has no optimizer.
         """
         optimizer.of(self.state)
         obs, target = self._tokens(batch, "[A, B, S]")
-        if obs.shape[1] % self.mesh.shape[DP]:
-            raise DataError(
-                f"B of a training batch must be a multiple of dp ({self.mesh.shape[DP]}), found {obs.shape}"
-            )
+        dp = self.mesh.shape[DP] if replicas is None else len(replicas)
+        if obs.shape[1] % dp:
+            raise DataError(f"B of a training batch must be a multiple of dp ({dp}), found {obs.shape}")
         mask = np.asarray(batch["mask"], np.float32) if "mask" in batch else np.ones(obs.shape, np.float32)
         if mask.shape != obs.shape:
             raise DataError(f"mask has shape {mask.shape}, obs has {obs.shape}: they must be equal")
-        placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask))
+        placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask), replicas)
         self._weights = None  # views of what is about to be donated
         self.state, metrics = train_step(self.model, self.config.optim, self.mesh, self.zero)(self.state, placed)
         return metrics
 
-    def eval(self, batch: Mapping[str, Any]) -> steps.Metrics:
+    def eval(self, batch: Mapping[str, Any], replicas: Sequence[int] | None = None) -> steps.Metrics:
         """Losses of {"obs", "target" [B, S][, "ctx_length" [B]]}: loss, last_loss [B]; all_loss, correct [B, S].
 
-        Any B: rows are added up to a multiple of dp and taken off again. Raises DataError when the batch does not fit.
+        Rows are added up to a multiple of dp and taken off again, but with `replicas` (see `train`). Raises DataError.
         """
         obs, target = self._tokens(batch, "[B, S]")
         rows, S = obs.shape
         ctx_length = np.asarray(batch.get("ctx_length", np.full(rows, S)), np.int32).reshape(-1)
-        missing = -rows % self.mesh.shape[DP]
+        missing = -rows % self.mesh.shape[DP] if replicas is None else 0
         if missing:
             obs, target = (np.pad(x, ((0, missing), (0, 0))) for x in (obs, target))
             ctx_length = np.pad(ctx_length, (0, missing), constant_values=steps.FILLER)
-        arrays = steps.place(self.mesh, (P(DP), P(DP), P(DP)), (obs, target, ctx_length))
+        arrays = steps.place(self.mesh, (P(DP), P(DP), P(DP)), (obs, target, ctx_length), replicas)
         out = eval_step(self.model, self.mesh, self.zero)(self.state.params, *arrays)
         return {k: v[:rows] for k, v in out.items()} if missing else out
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from mesh_transformer import parameters
+from mesh_transformer import parameters, steps
 from mesh_transformer.checkpoint import layout
 from mesh_transformer.checkpoint.blocks import Blocks, region_of
 from mesh_transformer.mesh import MP, replicated
@@ -81,7 +81,8 @@ def to_state(
     """The state of placed tensors; with `optimizer`, where none were read, a fresh one, said in the log with `path`."""
 
     def scalar(section: str) -> jax.Array:
-        return jax.device_put(np.int32(counters[section]), replicated(mesh))
+        placed: jax.Array = steps.place(mesh, jax.sharding.PartitionSpec(), np.int32(counters[section]))
+        return placed
 
     params, opt_state = trees[layout.PARAMS], None
     if optimizer and layout.MU in trees:

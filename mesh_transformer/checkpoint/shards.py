@@ -7,17 +7,18 @@ placed, and each member of each file is read once, in slices. Writing reads slic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from mesh_transformer import storage
 from mesh_transformer.checkpoint import inventory, layout, manifest, placing
-from mesh_transformer.checkpoint.blocks import Blocks, merge_copies, pieces, rows_region
+from mesh_transformer.checkpoint.blocks import Blocks, merge_copies, overlap, part_region, pieces, rows_region
 from mesh_transformer.checkpoint.damage import DamagedError
 from mesh_transformer.checkpoint.inventory import Inventory
 from mesh_transformer.checkpoint.layout import StateLeaf
@@ -59,7 +60,7 @@ def read_step(
     if full and optimizer:
         sections += [layout.MU, layout.NU]
     if found.manifest is not None:
-        manifest.verify(path, found.manifest, _needed(leaves, sections, found.shards))
+        manifest.verify(path, found.manifest, _needed(leaves, sections, found.shards, mesh))
     files = _Files(found)
     trees = _read_tensors(files, leaves, sections, model, mesh, np.dtype(dtype), zero_stage)
     counters = {leaf.section: files.counter(number, leaf) for number, leaf in enumerate(leaves) if not leaf.leaf}
@@ -77,13 +78,21 @@ def write_step(
 
     Everything is on the disk when it returns. Raises StorageError; what it wrote until then stays.
     """
+    describe(step_dir, write_files(step_dir, state, model, shards), state, model, shards, **details)
+
+
+def write_files(
+    step_dir: storage.PathLike, state: Snapshot, model: ModelConfig, shards: int
+) -> dict[str, manifest.FileEntry]:
+    """Write the files of this process's part of a snapshot; on the disk when it returns, with what a manifest says."""
     path = storage.normalise(step_dir)
     state.check(model, shards)
     leaves = layout.state_leaves(model, shards, state.full)
-    for shard in range(shards):
+    own = range(shards) if state.own_shards is None else state.own_shards
+    for shard in own:
         storage.makedirs(storage.join(path, f"shard_{shard}"))
     runs = np.cumsum([0, *layout.runs(len(leaves))])
-    tasks = [(shard, file) for file in range(layout.FILES) for shard in range(shards)]
+    tasks = [(shard, file) for file in range(layout.FILES) for shard in own]
 
     def write(task: tuple[int, int]) -> tuple[str, manifest.FileEntry]:
         shard, file = task
@@ -97,13 +106,21 @@ def write_step(
 
     with ThreadPoolExecutor(_WORKERS) as pool:
         entries = dict(pool.map(write, tasks))
-    for shard in range(shards):
+    for shard in own:
         storage.sync_folder(storage.join(path, f"shard_{shard}"))
+    return entries
+
+
+def describe(
+    step_dir: storage.PathLike, entries: Mapping[str, manifest.FileEntry], state: Snapshot, model: ModelConfig,
+    shards: int, **details: Any,
+) -> None:  # fmt: skip
+    """Write the manifest of files that are all there; of `state` only types count."""
     described = [
         manifest.LeafEntry(leaf.label, leaf.whole_shape, leaf.shard_shape(shards), str(_dtype(leaf, state)))
-        for leaf in leaves
+        for leaf in layout.state_leaves(model, shards, state.full)
     ]
-    manifest.write(path, manifest.Manifest(shards, described, entries, details))
+    manifest.write(storage.normalise(step_dir), manifest.Manifest(shards, described, dict(entries), details))
 
 
 def _add(writer: NpzWriter, leaf: StateLeaf, state: Snapshot, shard: int, shards: int) -> None:
@@ -117,7 +134,7 @@ def _add(writer: NpzWriter, leaf: StateLeaf, state: Snapshot, shard: int, shards
 def _dtype(leaf: StateLeaf, state: Snapshot) -> np.dtype:
     if leaf.leaf is None:
         return np.dtype(np.int32)
-    return next(iter(state.blocks(leaf).blocks.values())).dtype
+    return state.held(leaf.section, leaf.leaf.kind).dtype
 
 
 class _Files:
@@ -149,13 +166,27 @@ class _Files:
         return int(self.read(number, leaf, 0))
 
 
-def _needed(leaves: Sequence[StateLeaf], sections: Sequence[str], shards: int) -> set[str]:
-    """The files that hold leaves of these sections, or counters."""
+def _needed(leaves: Sequence[StateLeaf], sections: Sequence[str], shards: int, mesh: Mesh) -> set[str]:
+    """The files that hold leaves of these sections, or counters; of several processes, those that this one reads."""
     places = layout.places(len(leaves))
-    files = {
-        file for (file, _), leaf in zip(places, leaves, strict=True) if leaf.leaf is None or leaf.section in sections
-    }
-    return {f"shard_{shard}/{file}.npz" for shard in range(shards) for file in files}
+    found = set()
+    for (file, _), leaf in zip(places, leaves, strict=True):
+        if leaf.leaf is None or leaf.section in sections:
+            found |= {f"shard_{shard}/{file}.npz" for shard in _read_of(leaf, shards, mesh)}
+    return found
+
+
+def _read_of(leaf: StateLeaf, shards: int, mesh: Mesh) -> Iterable[int]:
+    """The shards whose parts of a leaf this process reads."""
+    if jax.process_count() == 1:
+        return range(shards)
+    if leaf.leaf is None:
+        return (0,)
+    if leaf.leaf.kind.combine not in (Combine.CONCAT, Combine.PER_SHARD):
+        return range(shards)  # copies and summands of small vectors
+    mp = int(mesh.shape[MP])
+    columns = np.nonzero(np.isin(mesh.devices, mesh.local_devices))[mesh.axis_names.index(MP)]
+    return [m for m in range(shards) if any(m * mp < (c + 1) * shards and c * shards < (m + 1) * mp for c in columns)]
 
 
 def _checked(reader: NpzReader, member: int, leaf: StateLeaf, shards: int) -> NpzReader:
@@ -196,7 +227,14 @@ def _fill(files: _Files, leaves: list[tuple[int, StateLeaf]], blocks: Blocks, ru
         _scatter(files, [(n, leaf) for n, leaf in leaves if files.file(n) == task[0]], *task, blocks)
 
     if blocks.kind.combine in (Combine.CONCAT, Combine.PER_SHARD):
-        tasks = sorted({(files.file(n), shard) for n, _ in leaves for shard in range(files.shards)})
+        # What no block of this process's devices needs is not read.
+        shards = [
+            shard
+            for shard in range(files.shards)
+            if any(overlap(region[blocks.kind.stacked :], part_region(blocks.kind, shard, files.shards)) is not None
+                   for region in blocks.blocks)
+        ]  # fmt: skip
+        tasks = sorted({(files.file(n), shard) for n, _ in leaves for shard in shards})
         for _ in run_all(scatter, tasks):
             pass
     else:

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from mesh_transformer import storage
 from mesh_transformer.checkpoint import manifest, meta, retention
@@ -24,7 +24,6 @@ from mesh_transformer.errors import CheckpointError, MeshTransformerError, Stora
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mesh_transformer.checkpoint.snapshot import Snapshot
     from mesh_transformer.config import Config
     from mesh_transformer.state import TrainState
 
@@ -33,6 +32,9 @@ logger = logging.getLogger(__name__)
 _STEP_FILES = ("shard_0/0.npz", "params/shard_0.npz", manifest.NAME)  # one of these is in every complete step
 
 Which = int | Literal["latest", "best"]
+# Writes the copy of a state into a step's folder, with details in its manifest; the copy's bytes.
+Write = Callable[[str, dict[str, Any]], int]
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -174,8 +176,33 @@ class CheckpointStore:
         `agreement`: what a resume must share (default: the config's). Waits for the save before; raises what it met.
         Raises CheckpointError for the only step that is there: while it is written again, a kill would leave none.
         """
+        from mesh_transformer.checkpoint.formats import write_snapshot
         from mesh_transformer.checkpoint.snapshot import snapshot
 
+        def take() -> Write:
+            copied = snapshot(state)
+
+            def write(folder: str, details: dict[str, Any]) -> int:
+                write_snapshot(folder, copied, config, details)
+                return copied.nbytes
+
+            return write
+
+        self.save_by(take, step, config, _mesh_shape(state), position, val_loss, aux, agreement)
+
+    def save_by(
+        self,
+        take: Callable[[], Write],
+        step: int,
+        config: Config,
+        mesh: Mapping[str, int],
+        position: Mapping[str, Any] | None = None,
+        val_loss: Mapping[str, float] | None = None,
+        aux: Mapping[str, Any] | None = None,
+        agreement: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As `save`, of a state that others hold, on a mesh of this shape: `take` makes them copy it, now, and returns
+        what makes them write the copy, from a thread."""
         self.wait()
         if self._lock is not None:
             self._lock.check()
@@ -189,13 +216,11 @@ class CheckpointStore:
             "step": step,
             "config": config.to_dict(),
             "agreement": dict(config.agreement() if agreement is None else agreement),
-            "mesh": _mesh_shape(state),
+            "mesh": dict(mesh),
             "aux": saved,
         }
-        copied = snapshot(state)
-        self._thread = threading.Thread(
-            target=self._write, args=(step, copied, config, saved, details), name="checkpoint writer"
-        )
+        work = (step, take(), saved, details)
+        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint writer")
         self._thread.start()
 
     def wait(self) -> None:
@@ -211,22 +236,24 @@ class CheckpointStore:
         kind = type(error) if isinstance(error, MeshTransformerError) else CheckpointError
         raise kind(f"saving failed: {error}; {good}") from (error.__cause__ or error)
 
-    def _write(self, step: int, copied: Snapshot, config: Config, aux: dict[str, Any], details: dict[str, Any]) -> None:
+    def settle(self) -> None:
+        """Return when no save is under way; what one met was logged, and is forgotten."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._error = None
+
+    def _write(self, step: int, write: Write, aux: dict[str, Any], details: dict[str, Any]) -> None:
         try:
             started = time.monotonic()
-            self._publish(step, copied, config, aux, details)
-            logger.info("saved %s (%s in %.1f s)", self.path(step), _gb(copied.nbytes), time.monotonic() - started)
+            count = self._publish(step, write, aux, details)
+            logger.info("saved %s (%s in %.1f s)", self.path(step), _gb(count), time.monotonic() - started)
         except Exception as error:  # noqa: BLE001 - handed to the thread that trains, by wait()
             # Said now, since the next save, where it is raised, may be hours away.
             logger.error("saving %s failed: %s; what was saved before stays", self.path(step), error)
             self._error = error
             self._discard(step)
 
-    def _publish(
-        self, step: int, copied: Snapshot, config: Config, aux: dict[str, Any], details: dict[str, Any]
-    ) -> None:
-        from mesh_transformer.checkpoint.formats import write_snapshot
-
+    def _publish(self, step: int, write: Write, aux: dict[str, Any], details: dict[str, Any]) -> int:
         found, folder = self._meta(), self.path(step)
         if step in found.steps:
             # Saved before, and found damaged since, or reached again from an older one: the others stay loadable.
@@ -237,7 +264,7 @@ class CheckpointStore:
         if storage.exists(folder):
             retention.delete(folder)
         retention.mark_unfinished(folder)
-        write_snapshot(folder, copied, config, details)
+        count = write(folder, details)
         found = found.with_step(step, aux)
         old = retention.to_delete(found.steps, self._losses(found), self._keep_n, self._keep_every)
         for each in old:
@@ -246,6 +273,7 @@ class CheckpointStore:
         retention.clear_mark(folder)
         for each in sorted(old):
             retention.delete(self.path(each))
+        return count
 
     # Restoring
 
@@ -265,6 +293,20 @@ class CheckpointStore:
         """
         from mesh_transformer.checkpoint.formats import read_step
 
+        def read(path: str) -> TrainState:
+            return read_step(path, config.model, mesh, optimizer, zero_stage=config.mesh.zero_stage)
+
+        return Restored(*self.restore_by(read, config, which, strict, agreement))
+
+    def restore_by(
+        self,
+        read: Callable[[str], T],
+        config: Config,
+        which: Which = "latest",
+        strict: bool = False,
+        agreement: Mapping[str, Any] | None = None,
+    ) -> tuple[T, dict[str, Any], int]:
+        """As `restore`, with what `read` makes of the step's folder instead of a state."""
         chosen = self.resolve(which)
         steps = self.steps()
         fallbacks = steps[: steps.index(chosen)][::-1] if which == "latest" and not strict else []
@@ -273,7 +315,7 @@ class CheckpointStore:
         for step in (chosen, *fallbacks):
             try:
                 aux = self._agreed_aux(step, mine)
-                state = read_step(self.path(step), config.model, mesh, optimizer, zero_stage=config.mesh.zero_stage)
+                state = read(self.path(step))
             except DamagedError as error:
                 first = first or error
                 if fallbacks:
@@ -281,7 +323,7 @@ class CheckpointStore:
                 continue
             if step != chosen:
                 logger.warning("step %d is used instead; what was trained after it is trained again", step)
-            return Restored(state, aux, step)
+            return state, aux, step
         if strict and steps[0] != chosen:
             raise DamagedError(f"{first}; without --strict the step before it is used") from first
         raise DamagedError(f"{first}; no older checkpoint is there to fall back to") from first

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -21,7 +22,7 @@ class Head:
     def __init__(self, address: str, object_store: int) -> None:
         from ray.cluster_utils import Cluster
 
-        self._host, self._object_store = address, object_store
+        self._host, self._object_store, self._folder = address, object_store, os.environ["RAY_TMPDIR"]
         # No hooks of Ray's own: they would want the main thread, and the signals of the process.
         self._cluster = Cluster(
             initialize_head=True, shutdown_at_exit=False,
@@ -41,7 +42,7 @@ class Head:
         self.remove(name)
         self._nodes[name] = self._cluster.add_node(
             wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0, object_store_memory=self._object_store,
-            resources=resources,
+            resources=resources, temp_dir=tempfile.mkdtemp(dir=self._folder),
         )  # fmt: skip
 
     def remove(self, name: str) -> None:
@@ -50,6 +51,10 @@ class Head:
         if node is not None:
             with contextlib.suppress(Exception):  # parts of it may be gone already
                 self._cluster.remove_node(node, allow_graceful=False)
+
+    def running(self) -> list[str]:
+        """The nodes of which every process lives."""
+        return [name for name, node in list(self._nodes.items()) if node.remaining_processes_alive()]
 
     def stop(self) -> None:
         for name in list(self._nodes):
@@ -70,15 +75,17 @@ def main() -> None:
             print(json.dumps(reply), file=replies, flush=True)
 
     def do(order: dict[str, Any]) -> None:
-        error = ""
+        reply = {"number": order["number"], "error": "", "running": []}
         try:
             if order["do"] == "add":
                 head.add(order["name"], order["resources"])
-            else:
+            elif order["do"] == "remove":
                 head.remove(order["name"])
+            else:
+                reply["running"] = head.running()
         except Exception as failure:  # noqa: BLE001 - told to the driver
-            error = f"{type(failure).__name__}: {failure}"
-        say({"number": order["number"], "error": error})
+            reply["error"] = f"{type(failure).__name__}: {failure}"
+        say(reply)
 
     say({"address": head.address})
     try:

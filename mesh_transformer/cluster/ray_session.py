@@ -83,7 +83,7 @@ class RaySession:
         self._address = self._folder = self._token = ""
         self._head: subprocess.Popen[str] | None = None
         self._numbers = itertools.count()
-        self._replies: dict[int, queue.Queue[str]] = {}
+        self._replies: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._before: dict[str, str | None] = {}
 
     @property
@@ -174,19 +174,24 @@ class RaySession:
         """End what is left of a node of this machine."""
         self._do("remove", name)
 
-    def _do(self, what: str, name: str, **more: Any) -> None:
+    def running_local(self) -> set[str]:
+        """The names of this machine's nodes of which every process lives, which Ray itself notices only later."""
+        return set(self._do("look", "all")["running"])
+
+    def _do(self, what: str, name: str, **more: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        answer: queue.Queue[str] = queue.Queue()
+        answer: queue.Queue[dict[str, Any]] = queue.Queue()
         self._replies[number] = answer
         self._tell({"number": number, "do": what, "name": name, **more})
         try:
-            error = answer.get(timeout=NODE_SECONDS)
+            reply = answer.get(timeout=NODE_SECONDS)
         except queue.Empty:
-            error = f"no answer in {NODE_SECONDS} s"
+            reply = {"error": f"no answer in {NODE_SECONDS} s"}
         finally:
             del self._replies[number]
-        if error:
-            raise ClusterError(f"Ray cannot {what} the node of {name} on this machine: {error}")
+        if reply["error"]:
+            raise ClusterError(f"Ray cannot {what} the node of {name} on this machine: {reply['error']}")
+        return reply
 
     def _tell(self, order: Mapping[str, Any]) -> None:
         if self._head is None or self._head.stdin is None:
@@ -204,7 +209,7 @@ class RaySession:
                 reply = json.loads(line)
                 waiting = self._replies.get(reply["number"])
                 if waiting is not None:
-                    waiting.put(reply["error"])
+                    waiting.put(reply)
 
     def join_command(self, name: str, address: str, temp_dir: str) -> JoinCommand:
         """How the machine at `address` joins as the host `name`. `temp_dir`: a folder of its own there, short."""

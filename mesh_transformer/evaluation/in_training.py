@@ -8,6 +8,7 @@ from typing import Any
 
 from mesh_transformer.completion import tokenizer_of
 from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.evaluation import tasks
 from mesh_transformer.evaluation.evaluator import Evaluator, Stopped
 from mesh_transformer.evaluation.requests import Encoder, TextOptions
@@ -24,6 +25,15 @@ class TaskEvaluation:
         """Loads tasks, their data and the tokenizer. Raises EvaluationError and DataError for what is not there."""
         self._encoder = Encoder(tokenizer_of(config), config.model.seq, TextOptions())
         self._tasks: Sequence[Any] = tasks.load([tasks.Spec(name) for name in config.run.eval_harness_tasks])
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._encoder.tokenizer
+
+    @property
+    def seq(self) -> int:
+        """The most tokens of a text that are read."""
+        return self._encoder.seq
 
     def run(self, scorer: Scorer, stop: Callable[[], bool]) -> dict[str, float] | None:
         """`{task}-v{version}/{metric}` of all tasks; None where `stop` said so in between."""

@@ -13,13 +13,12 @@ import dataclasses
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from mesh_transformer.config import Config
 from mesh_transformer.errors import ConfigError, DataError, NonFiniteError
 from mesh_transformer.training import throughput
-from mesh_transformer.training.executor import Batch, Executor
+from mesh_transformer.training.executor import Evaluate, Executor, Hardware, TrainData
 from mesh_transformer.training.noise import NoiseScale
 from mesh_transformer.training.periods import is_due
 from mesh_transformer.training.progress import StepProgress
@@ -33,34 +32,12 @@ logger = logging.getLogger(__name__)
 
 WRITING = "writing metrics"  # a phase, for the watchdog
 
-# Evaluates tasks on the weights as they stand: given what tells whether to stop, the metrics, or None if it did.
-Evaluate = Callable[[Callable[[], bool]], Mapping[str, float] | None]
-
-
-class TrainData(Protocol):
-    """Batches without end, and the position behind the last one handed out."""
-
-    @property
-    def position(self) -> Mapping[str, Any]: ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def __next__(self) -> Batch: ...
-
 
 class Ending(enum.Enum):
     """Why the loop returned."""
 
     DONE = "done"
     INTERRUPTED = "interrupted"
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """For MFU: `device_kind` as JAX names it, and how many devices take part."""
-
-    device_kind: str
-    devices: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,10 +58,12 @@ def choose(
     tune_path: str | None = None,
     new: bool = False,
     reset_data: bool = False,
+    elastic: bool = False,
 ) -> Start:
     """Decides the origin (see `Origin`) for `config`, whose training data have `fingerprint`.
 
-    tokenizer: the hash of the one that made the data, where they tell.
+    tokenizer: the hash of the one that made the data, where they tell.  elastic: a run that was begun with another dp
+    keeps its sequences a step, by other gradient_accumulation_steps.
 
     Raises CheckpointError where model_dir holds a run that this is not, naming the keys that differ, and ConfigError
     where --tune-model-path lies in model_dir.
@@ -77,6 +79,8 @@ def choose(
         _refuse_other_run(store, step, details, tune_path)
     theirs = details.get("agreement", {})
     config = keep_schedule(config, theirs)
+    if elastic:
+        config = keep_batch(config, theirs, dp)
     mine = config.agreement(dp, tokenizer, fingerprint)
     different = differences(theirs, mine if not reset_data else {k: v for k, v in mine.items() if k != "data"})
     if different:
@@ -105,6 +109,30 @@ def keep_schedule(config: Config, agreement: Mapping[str, Any]) -> Config:
     settled = ", ".join(f"{key} {value}" for key, value in kept.items())
     logger.info("the run keeps the schedule that it began with: %s", settled)
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, **kept))
+
+
+def keep_batch(config: Config, agreement: Mapping[str, Any], dp: int) -> Config:
+    """`config` with the gradient_accumulation_steps that keep the run's sequences a step with this dp.
+
+    Raises ConfigError, with the arithmetic, where no number of them does.
+    """
+    wanted, mesh = agreement.get("sequences_per_step"), config.mesh
+    if not isinstance(wanted, int) or wanted == config.sequences_per_step(dp):
+        return config
+    at_once = mesh.per_replica_batch * dp
+    arithmetic = f"per_replica_batch {mesh.per_replica_batch} x dp {dp} = {at_once}"
+    if wanted % at_once:
+        raise ConfigError(
+            f"the run takes {wanted} sequences a step, which {arithmetic} at a time do not make up ({wanted} / "
+            f"{at_once} = {wanted / at_once:.3g} gradient_accumulation_steps): use another number of hosts, or another "
+            "per_replica_batch"
+        )
+    steps = wanted // at_once
+    logger.info(
+        "the run keeps its %d sequences a step: %s, times %d gradient_accumulation_steps (the config has %d)",
+        wanted, arithmetic, steps, mesh.gradient_accumulation_steps,
+    )  # fmt: skip
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, gradient_accumulation_steps=steps))
 
 
 def restored_run(aux: Mapping[str, Any], step: int, sequences: int, tokens: int, run_id: str) -> RunState:

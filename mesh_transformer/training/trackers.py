@@ -30,7 +30,10 @@ class Tracker(Protocol):
     """One destination. Made and checked before weights are read; `start` comes when the restored step is known."""
 
     def start(self, step: int) -> None:
-        """Continue behind `step`: what an earlier process wrote for later steps is dropped or superseded."""
+        """Continue behind `step`: what was written for later steps is dropped or superseded.
+
+        Called again where the run falls back to an earlier step.
+        """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step; called at most once per step."""
@@ -55,6 +58,7 @@ class JsonlTracker:
         self._file: IO[str] | None = None
 
     def start(self, step: int) -> None:
+        self.close(0)
         local = self.path
         if storage.is_url(self.path):
             self._spool = tempfile.mkdtemp(prefix="metrics-")
@@ -144,6 +148,8 @@ class TensorBoardTracker:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         with storage.errors(self._folder, "write"):
+            if self._writer is not None:
+                self._writer.close()
             storage.makedirs(self._folder)
             self._writer = EventsWriter(storage.join(self._folder, "events"), f".{step:09d}")
         if step:

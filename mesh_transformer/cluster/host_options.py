@@ -1,0 +1,75 @@
+"""Options that say where hosts come from, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mesh_transformer.command_line import positive
+from mesh_transformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mesh_transformer.cluster.hosts import Hosts
+    from mesh_transformer.cluster.pod import Patience
+    from mesh_transformer.config import Config
+
+LOCAL = "local"
+LOCAL_HOSTS, LOCAL_DEVICES = 2, 4
+
+
+def add_hosts(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Where hosts come from, for `hosts_of`, and what is done when they fail, for `patience_of`."""
+    group = parser.add_argument_group("hosts")
+    group.add_argument(
+        "--tpu", metavar="NAME", required=required,
+        help=f"a TPU's name; `{LOCAL}`: processes of this machine, with simulated devices",
+    )  # fmt: skip
+    group.add_argument("--hosts", type=positive, metavar="N", help=f"with --tpu {LOCAL}: how many ({LOCAL_HOSTS})")
+    group.add_argument(
+        "--devices-per-host", type=positive, metavar="D", help=f"with --tpu {LOCAL}: devices each ({LOCAL_DEVICES})"
+    )
+    group.add_argument(
+        "--max-restarts", type=natural, default=10, metavar="N",
+        help="faults in a row, with no new checkpoint between them, that are borne (10)",
+    )  # fmt: skip
+    group.add_argument(
+        "--step-deadline", type=seconds, metavar="SECONDS",
+        help="when a step counts as hanging (default: 20 times the slowest so far, at least 120)",
+    )  # fmt: skip
+
+
+def natural(text: str) -> int:
+    """An option's value that is an integer of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """An option's value that is a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds above 0")
+    return value
+
+
+def hosts_of(options: argparse.Namespace, config: Config) -> Hosts:
+    """The hosts that the options of `add_hosts` name, not started. Raises ConfigError where they cannot be."""
+    if options.tpu == LOCAL:
+        from mesh_transformer.cluster.local_hosts import LocalHosts
+        from mesh_transformer.config import check_mesh
+
+        count, devices = options.hosts or LOCAL_HOSTS, options.devices_per_host or LOCAL_DEVICES
+        check_mesh(config, count * devices)
+        return LocalHosts(count, devices)
+    raise ConfigError(f"--tpu {options.tpu} is not known: --tpu {LOCAL} runs on processes of this machine")
+
+
+def patience_of(options: argparse.Namespace) -> Patience:
+    """What is borne before a run is given up."""
+    from mesh_transformer.cluster.pod import Patience
+
+    return Patience(options.max_restarts, options.step_deadline)
