@@ -93,14 +93,15 @@ def write_step(
     write_snapshot(step_dir, snapshot(state), config, details or {})
 
 
-def write_snapshot(step_dir: storage.PathLike, state: Snapshot, config: Config, details: Mapping[str, Any]) -> None:
-    """The same for a copy of a state."""
+def write_snapshot(step_dir: storage.PathLike, state: Snapshot, config: Config, details: Mapping[str, Any]) -> int:
+    """The same for a copy of a state; its bytes."""
     if config.run.ckpt_format == ORBAX:
         orbax_steps.write_step(step_dir, state, config.model, **details)
-        return
+        return state.nbytes
     from mesh_transformer.checkpoint import shards
 
     shards.write_step(step_dir, state, config.model, config.mesh.cores_per_replica, **details)
+    return state.nbytes
 
 
 def _described(step_dir: str) -> Manifest:

@@ -181,12 +181,7 @@ class CheckpointStore:
 
         def take() -> Write:
             copied = snapshot(state)
-
-            def write(folder: str, details: dict[str, Any]) -> int:
-                write_snapshot(folder, copied, config, details)
-                return copied.nbytes
-
-            return write
+            return lambda folder, details: write_snapshot(folder, copied, config, details)
 
         self.save_by(take, step, config, _mesh_shape(state), position, val_loss, aux, agreement)
 
@@ -201,8 +196,7 @@ class CheckpointStore:
         aux: Mapping[str, Any] | None = None,
         agreement: Mapping[str, Any] | None = None,
     ) -> None:
-        """As `save`, of a state that others hold, on a mesh of this shape: `take` makes them copy it, now, and returns
-        what makes them write the copy, from a thread."""
+        """As `save`, of a state that others hold on a mesh of this shape: `take` makes them copy it, now."""
         self.wait()
         if self._lock is not None:
             self._lock.check()

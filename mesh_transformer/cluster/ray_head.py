@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -28,7 +29,7 @@ class Head:
             initialize_head=True, shutdown_at_exit=False,
             head_node_args={
                 "node_ip_address": address, "num_cpus": 0, "include_dashboard": False, "include_log_monitor": False,
-                "object_store_memory": object_store,
+                "object_store_memory": object_store, **agent_ports(address),
             },
         )  # fmt: skip
         self._nodes: dict[str, Any] = {}
@@ -42,7 +43,7 @@ class Head:
         self.remove(name)
         self._nodes[name] = self._cluster.add_node(
             wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0, object_store_memory=self._object_store,
-            resources=resources, temp_dir=tempfile.mkdtemp(dir=self._folder),
+            resources=resources, temp_dir=tempfile.mkdtemp(dir=self._folder), **agent_ports(self._host),
         )  # fmt: skip
 
     def remove(self, name: str) -> None:
@@ -60,6 +61,26 @@ class Head:
         for name in list(self._nodes):
             self.remove(name)
         self._cluster.shutdown()
+
+
+_given: set[int] = set()
+_giving = threading.Lock()
+
+
+def agent_ports(address: str) -> dict[str, int]:
+    """Ports for a node's agents. Left to choose them, a node waits until its agents have, and gives up where a busy
+    machine takes long to start them."""
+    names = ("runtime_env_agent_port", "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+    found: dict[str, int] = {}
+    with _giving:
+        while len(found) < len(names):
+            with socket.socket() as probe:
+                probe.bind((address, 0))
+                port = int(probe.getsockname()[1])
+            if port not in _given:
+                _given.add(port)
+                found[names[len(found)]] = port
+    return found
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The Ray session that a driver starts for its run: a head on this machine, with token authentication.
 
-The token is random, new for each session, and lies in a file that only this user can read; it is on no command line
+The token is random, new for each driver, and lies in a file that only this user can read; it is on no command line
 and in no log. A head at 127.0.0.1 and its nodes listen on that address alone. At any other address Ray itself listens
 on all interfaces of a machine, and what keeps others out is the token.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -116,7 +117,7 @@ class RaySession:
         """Start the head and connect this process as its driver. Raises ClusterError."""
         check_installed()
         self._folder = tempfile.mkdtemp(prefix="mt-ray-", dir="/tmp")  # short: the paths of sockets have a limit
-        self._token = secrets.token_hex(32)
+        self._token = _token()
         path = os.path.join(self._folder, "token")
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(self._token)
@@ -235,6 +236,12 @@ class RaySession:
                 return missing
             time.sleep(0.1)
         return set()
+
+
+@functools.cache
+def _token() -> str:
+    """One for each process: Ray reads it once, and shows it to every later session too."""
+    return secrets.token_hex(32)
 
 
 def resources(name: str) -> Mapping[str, float]:
