@@ -180,11 +180,27 @@ class DecoderShard(CausalTransformerShard):
         target_nT: jax.Array,
     ) -> PositionLosses:
         """The losses [n, T] of targets behind each of the tokens, which are read as by `extend` and written nowhere."""
-        mine = each_layer(lambda x: x[row_n], keys), each_layer(lambda x: x[row_n], values)
-        x_TD, _, _ = self.chunk(layers, *mine, tokens_nT, start_n, count_n)
-        h_TD, w, b = self.projection(x_TD)
+        h_TD, w, b = self.projection(self._read(layers, keys, values, row_n, tokens_nT, start_n, count_n))
         losses = position_losses(h_TD, w, b, target_nT.reshape(-1), self.model.logit_chunk, self.model.z_loss)
         return PositionLosses(*(x.reshape(target_nT.shape) for x in losses))
+
+    def behind(
+        self,
+        layers: Layers,
+        keys: Leaf,
+        values: Leaf,
+        row_n: jax.Array,
+        tokens_nT: jax.Array,
+        start_n: jax.Array,
+        count_n: jax.Array,
+    ) -> jax.Array:
+        """Logits behind each of the tokens, float32 [n*T, V], which are read as by `extend` and written nowhere."""
+        return self.whole_logits(self._read(layers, keys, values, row_n, tokens_nT, start_n, count_n))
+
+    def _read(self, layers: Layers, keys: Leaf, values: Leaf, row_n: jax.Array, *chunk: jax.Array) -> jax.Array:
+        """The residual stream behind a chunk of the rows `row_n`, [n*T, D]."""
+        mine = each_layer(lambda x: x[row_n], keys), each_layer(lambda x: x[row_n], values)
+        return self.chunk(layers, *mine, *chunk)[0]
 
     def step(
         self, layers: Layers, keys: Leaf, values: Leaf, token_b: jax.Array, position_b: jax.Array

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +22,7 @@ from mesh_transformer.config import ModelConfig
 from mesh_transformer.decoder_weights import Weights, cache_spec
 from mesh_transformer.mesh import DP, MP
 from mesh_transformer.sampler import Leaf
+from mesh_transformer.sampling import LogProbs, log_probs
 
 
 class Contexts(NamedTuple):
@@ -95,6 +97,27 @@ def score_step(model: ModelConfig, mesh: Mesh) -> Any:
     contexts = Contexts(*(cache_spec(mesh),) * 2)
     in_specs = (decoder_weights.specs(model, mesh), contexts, _CONTINUATIONS)
     return _compiled(score, model, mesh, in_specs, Scores(P(DP), P(DP)), NamedSharding(mesh, P()))
+
+
+@functools.lru_cache(maxsize=8)
+def listed_step(model: ModelConfig, mesh: Mesh, most: int, window: str = "full") -> Any:
+    """The compiled `(weights, Contexts, Continuations, n_tokens []) -> LogProbs`, whole on every process: as
+    `score_step`, of each target [n, T] (as `drawn`) and of the `most` most probable ids in its place, [n, T, most],
+    none of them at or above `n_tokens`.
+    """
+    forward = decoder_shard.apply(model, mesh.shape[MP], "behind", window)
+
+    def listed(weights: Weights, contexts: Contexts, texts: Continuations, n_tokens: jax.Array) -> LogProbs:
+        logits = forward(
+            copy_to_replicas(weights), contexts.keys, contexts.values, texts.row, texts.tokens, texts.start, texts.count
+        )
+        asked = jnp.full_like(texts.target, most).reshape(-1)
+        found = log_probs(logits, texts.target.reshape(-1), asked, most, n_tokens)
+        return LogProbs(*(x.reshape(*texts.target.shape, *x.shape[1:]) for x in found))
+
+    contexts = Contexts(*(cache_spec(mesh),) * 2)
+    in_specs = (decoder_weights.specs(model, mesh), contexts, _CONTINUATIONS, P())
+    return _compiled(listed, model, mesh, in_specs, LogProbs(*(P(DP),) * 3), NamedSharding(mesh, P()))
 
 
 def _compiled(

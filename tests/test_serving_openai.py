@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import openai
 import pytest
-from serving_tools import MAX_TOKENS
+from conftest import network_of
+from serving_tools import MAX_TOKENS, SEQ, V
 
 from mesh_transformer.data.tokenizer import load_tokenizer
 
@@ -99,6 +101,36 @@ def test_echo(create):
     assert "".join(parts) == "def " + create().choices[0].text and parts[0].startswith("def ")
 
 
+def test_echo_with_logprobs_tells_the_prompts_own(create, served_model):
+    """What the model gives for whole texts: the network's own evaluation, in a prompt of several chunks."""
+    prompt = "def test(self): naïve café 日本; while QX < 12345: print(7)"
+    tokenizer = load_tokenizer(str(served_model.parent / "tokenizer.json"))
+    ids = tokenizer.encode(prompt)
+    assert 20 < len(ids) < 46, "more than one chunk of 16"
+    (plain,) = create(prompt, temperature=0, logprobs=3).choices
+    (choice,) = create(prompt, temperature=0, logprobs=3, echo=True).choices
+    found = choice.logprobs
+    assert choice.text == prompt + plain.text
+    assert found.tokens == [tokenizer.spell(i) for i in ids] + plain.logprobs.tokens
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    assert found.token_logprobs[len(ids) :] == plain.logprobs.token_logprobs
+    assert found.text_offset[len(ids) :] == [offset + len(prompt) for offset in plain.logprobs.text_offset]
+    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+
+    texts = np.asarray([ids], np.int32)
+    losses = network_of(1, 1, n_vocab=V, seq=SEQ).eval({"obs": texts[:, :-1], "target": texts[:, 1:]})["all_loss"][0]
+    assert found.token_logprobs[1 : len(ids)] == pytest.approx((-np.asarray(losses)).tolist(), abs=1e-4)
+    for token, logprob, listed in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert listed[token] == logprob <= max(listed.values()) and len(listed) <= 4
+
+    chunks = list(create(prompt, temperature=0, logprobs=3, echo=True, stream=True))
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = sum((getattr(chunk.choices[0].logprobs, name) for chunk in chunks), [])
+        assert streamed == getattr(found, name), name
+    (empty,) = create("", temperature=0, logprobs=0, echo=True).choices
+    assert len(empty.logprobs.tokens) == 16 and None not in empty.logprobs.token_logprobs
+
+
 def test_stop_strings(create):
     whole = create(max_tokens=60).choices[0].text
     stop = whole[12:15]  # three characters: of several tokens, most likely
@@ -137,7 +169,7 @@ def test_penalties_bias_and_filters_reach_the_sampler(create):
      ({"logit_bias": {"3": 101}}, "logit_bias"), ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [-1]}, "prompt"),
      ({"prompt": ["a"] * 17}, "prompt"), ({"seed": 1.5}, "seed"),
      ({"stream_options": {"include_usage": True}}, "stream_options"), ({"extra_body": {"messages": []}}, "messages"),
-     ({"echo": True, "logprobs": 1}, "echo"), ({"extra_body": {"top_k": 0}}, "top_k")],
+     ({"extra_body": {"top_k": 0}}, "top_k")],
     ids=str,
 )  # fmt: skip
 def test_refusals_are_the_clients_own_exceptions(create, asked, field):

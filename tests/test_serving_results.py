@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import httpx
+import numpy as np
 import pytest
 from conftest import mesh_of
 from decoding_tools import compilations
@@ -105,16 +106,22 @@ def test_nothing_is_compiled_once_the_batch_is_ready(completer, served_model, dp
         batch.reset()
         # Two rows of different replicas whose prompts are read at once, and one behind the first.
         for row in range(3):
-            batch.begin(row, prompts[row], Options(9, asked[row], seed=row))
-        texts = [""] * 3
+            batch.begin(row, prompts[row], Options(9, asked[row], seed=row), echo=row > 0)
+        texts, told = [""] * 3, [None] * 3
         while batch.reading:
             for output in batch.read():
                 texts[output.row] += output.completion.text
+                told[output.row] = output.prompt
         for output in batch.decode(9):
             texts[output.row] += output.completion.text
     assert not compiled
     alone = completer.complete(prompts[:3], [Options(9, asked[row], seed=row) for row in range(3)])
     assert texts == [answer.text for answer in alone]
+    assert told[0] is None
+    for prompt, listed in zip(prompts[1:3], told[1:], strict=True):
+        whole = np.asarray([prompt], np.int32)
+        losses = completer.network.eval({"obs": whole[:, :-1], "target": whole[:, 1:]})["all_loss"][0]
+        assert np.abs(listed.drawn + np.asarray(losses)).max() < 1e-4 and listed.top.shape == (len(prompt) - 1, 5)
     assert all(1 <= count <= 17 for count in found.values()) and max(found.values()) > 5
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import batching, decoding, generation, steps
+from mesh_transformer import batching, decoding, generation, scoring, steps
 from mesh_transformer.answer import Answer, Completion
 from mesh_transformer.completion import Completer, Options, sampler_for
 from mesh_transformer.decoder_shard import window_of
@@ -29,11 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A row got: the next part of its text (None where its logits were not finite), and whether it is the first."""
+    """A row got: the next part of its text (None where its logits were not finite), whether it is the first, and with
+    the first, if asked for, log-probabilities of the prompt's tokens but the first, [P - 1] and [P - 1, k]."""
 
     row: int
     completion: Completion | None
     first: bool
+    prompt: LogProbs | None = None
 
 
 @dataclasses.dataclass
@@ -45,7 +47,9 @@ class _Text:
     sampler: Sampler
     answer: Answer
     wants_logprobs: bool
+    echoes: bool
     read: int = 0
+    listed: list[LogProbs] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
 
     @property
     def whole(self) -> bool:
@@ -71,6 +75,7 @@ class Batch:
         self.chunk = decoding.bucket(limits.chunk, min(self.slots, window_of(self._model, window)))
         self._extend = batching.extend_step(self._model, self._mesh, self._mode)
         self._join = batching.join_step(self._model, self._mesh, self._mode)
+        self._listed = scoring.listed_step(self._model, self._mesh, MOST_LOGPROBS, window)
         self._decode = decoding.decode_steps(self._model, self._mesh, self._mode)
         self.reset()
 
@@ -86,19 +91,22 @@ class Batch:
         """Takes every step once, in every shape that can come up."""
         widths = {decoding.bucket(width, self.chunk) for width in range(1, self.chunk + 1)}
         for width in sorted(widths):
-            self.begin(0, [self._tokenizer.eot_id] * width, Options(max_tokens=2))
+            self.begin(0, [self._tokenizer.eot_id] * width, Options(max_tokens=2), echo=True)
             self.read()
             self.decode(1)
             self.release([0])
         self.reset()
         logger.info("compiled: %d rows of %d positions, prompts %d tokens at a time", self.size, self.slots, self.chunk)
 
-    def begin(self, row: int, prompt: list[int], options: Options) -> None:
-        """Puts a fitted prompt into a free row; `read` will read it. Raises ConfigError for options that do not fit."""
+    def begin(self, row: int, prompt: list[int], options: Options, echo: bool = False) -> None:
+        """Puts a fitted prompt into a free row; `read` will read it. Raises ConfigError for options that do not fit.
+
+        echo: log-probabilities of the prompt's tokens are wanted.
+        """
         limit = min(options.max_tokens, generation.room(self._model, len(prompt)))
         self._texts[row] = _Text(
             prompt, limit, sampler_for([options], self._mode), Answer(self._tokenizer, options.stop),
-            options.sampler.get("logprobs") is not None,
+            options.sampler.get("logprobs") is not None, echo,
         )  # fmt: skip
 
     @property
@@ -112,6 +120,7 @@ class Batch:
         for row, text in self._texts.items():
             if not text.whole:
                 rows.setdefault(row % self._dp, row)
+        self._list_prompts(rows)
         parts = [self._part(replica, self._texts[row]) for replica, row in rows.items()]
         chunk = batching.place_chunk(self._mesh, self._dp, self.slots, parts, 1, self._mode)
         self._arriving, drawn = self._extend(self._weights, self._arriving, chunk, self._known)
@@ -123,6 +132,28 @@ class Batch:
             where = steps.place(self._mesh, (P(DP), P(DP)), (places, joins))
             self._rows = self._join(self._rows, self._arriving, *where)
         return list(self._outputs(drawn, whole, first=True))
+
+    def _list_prompts(self, rows: dict[int, int]) -> None:
+        """Notes log-probabilities of what follows each token of the chunks that are read next, where they are wanted.
+
+        The chunk is read once more for that, in one fixed shape, against the same cache."""
+        wanted = {replica: self._texts[row] for replica, row in rows.items() if self._texts[row].echoes}
+        if not wanted:
+            return
+        start, count = np.zeros(self._dp, np.int32), np.zeros(self._dp, np.int32)
+        tokens, target = (np.zeros((self._dp, self.chunk), np.int32) for _ in range(2))
+        for replica, text in wanted.items():
+            ids = text.prompt[text.read : text.read + self.chunk]
+            following = text.prompt[text.read + 1 : text.read + 1 + len(ids)]
+            start[replica], count[replica], tokens[replica, : len(ids)] = text.read, len(ids), ids
+            target[replica, : len(following)] = following
+        texts = scoring.Continuations(np.zeros(self._dp, np.int32), start, tokens, count, target)
+        contexts = scoring.Contexts(self._arriving.keys, self._arriving.values)
+        found = self._listed(self._weights, contexts, scoring.place(self._mesh, texts), self._known)
+        found = LogProbs(*map(np.asarray, found))
+        for replica, text in wanted.items():
+            following_count = min(int(count[replica]), len(text.prompt) - 1 - text.read)
+            text.listed.append(LogProbs(*(x[replica, :following_count] for x in found)))
 
     def _part(self, replica: int, text: _Text) -> batching.Part:
         ids = text.prompt[text.read : text.read + self.chunk]
@@ -161,4 +192,5 @@ class Batch:
             count -= ended == decoding.STOPPED and count > 0  # the stop id is no part of the text
             own = LogProbs(*(x[entry, :count] for x in listed)) if listed is not None and text.wants_logprobs else None
             ids = tokens[entry, :count].tolist()
-            yield Output(row, text.answer.add(ids, generation.FINISH_REASONS[ended], own), first)
+            prompt = LogProbs(*map(np.concatenate, zip(*text.listed, strict=True))) if first and text.echoes else None
+            yield Output(row, text.answer.add(ids, generation.FINISH_REASONS[ended], own), first, prompt)

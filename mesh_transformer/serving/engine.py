@@ -195,7 +195,7 @@ class Engine:
                 self._count()
             self.metrics.queued.observe(time.monotonic() - job.arrived)
             self.metrics.prompt_tokens.inc(len(job.prompt))
-            batch.begin(row, job.prompt, job.options)
+            batch.begin(row, job.prompt, job.options, job.echo)
 
     def _deliver(self, batch: Batch, outputs: Sequence[Output]) -> None:
         """Each row's part to whoever waits for it; rows that have ended are free again."""
@@ -211,7 +211,7 @@ class Engine:
                 job.deliver(Failure(job.index, failed()))
             else:
                 self.metrics.generated_tokens.inc(part.tokens)
-                job.deliver(Part(job.index, part))
+                job.deliver(Part(job.index, part, output.prompt))
             if part is None or part.finish_reason is not None:
                 self.metrics.latency.observe(time.monotonic() - job.arrived)
                 ended.append(output.row)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mesh_transformer.answer import Completion, Token
+from mesh_transformer.answer import Answer, Completion, Token
 from mesh_transformer.completion import Options
+from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.sampling import LogProbs
 from mesh_transformer.serving.api_errors import Json, RequestError, invalid
 from mesh_transformer.serving.event_stream import EventStream
 from mesh_transformer.serving.exchange import Exchange
+from mesh_transformer.serving.job import Part
 from mesh_transformer.serving.schemas import CompletionAnswer, CompletionRequest, Model, ModelList
 from mesh_transformer.serving.service import Prompt, Service, seed_of, warnings
 
@@ -46,14 +52,14 @@ def router(service: Service) -> APIRouter:
         options = _options(service, asked)
         prompts = [await service.read(prompt, "prompt") for prompt in _prompts(service, asked)]
         answer = _Answer(service, asked, prompts)
-        make = service.jobs(request, prompts, answer.n, options)
+        make = service.jobs(request, prompts, answer.n, options, bool(asked.echo) and asked.logprobs is not None)
         exchange = Exchange(service.engine, request.receive, service.limits.timeout)
         if asked.stream:
             return EventStream(exchange, make, answer.chunks(exchange), warnings(prompts))
         async with exchange:
             exchange.submit(make)
             async for part in exchange.parts():
-                answer.add(part.index, part.completion)
+                await answer.add(part)
         return Json(answer.whole(), headers=warnings(prompts))
 
     return routes
@@ -88,8 +94,6 @@ def _options(service: Service, asked: CompletionRequest) -> Options:
     """The request's options. Raises RequestError for what is beyond this server's limits or vocabulary."""
     if asked.stream_options is not None and not asked.stream:
         raise invalid("stream_options", "is allowed only where stream is true")
-    if asked.echo and asked.logprobs is not None:
-        raise invalid("echo", "cannot be combined with logprobs: the prompt's own are not computed")
     sampler = {
         "temp": _or(asked.temperature, 1.0), "top_p": _or(asked.top_p, 1.0), "top_k": asked.top_k,
         "min_p": asked.min_p, "repetition_penalty": asked.repetition_penalty, "logprobs": asked.logprobs,
@@ -119,16 +123,20 @@ class _Answer:
 
     def __init__(self, service: Service, asked: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.asked, self.prompts, self.n = asked, prompts, asked.n or 1
-        self._spell = service.tokenizer.spell
+        self._tokenizer = service.tokenizer
         self.texts = [_Choice(i, prompts[i // self.n], bool(asked.echo)) for i in range(self.n * len(prompts))]
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()),
             "model": service.name,
         }  # fmt: skip
 
-    def add(self, index: int, part: Completion) -> dict[str, Any]:
+    async def add(self, part: Part) -> dict[str, Any]:
         """Notes a part; returns the choice that tells only it."""
-        return self.texts[index].add(part, self.asked.logprobs, self._spell)
+        choice = self.texts[part.index]
+        before: Sequence[Token] = ()
+        if part.prompt is not None:  # of which there may be thousands: other requests go on meanwhile
+            before = await asyncio.to_thread(_prompt_tokens, choice.prompt, part.prompt, self._tokenizer)
+        return choice.add(part.completion, self.asked.logprobs, self._tokenizer.spell, before)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -144,7 +152,7 @@ class _Answer:
         wants_usage = self.asked.stream_options is not None and bool(self.asked.stream_options.include_usage)
         extra: dict[str, Any] = {"usage": None} if wants_usage else {}
         async for part in exchange.parts():
-            yield self._head | {"choices": [self.add(part.index, part.completion)]} | extra
+            yield self._head | {"choices": [await self.add(part)]} | extra
         if wants_usage:
             yield self._head | {"choices": [], "usage": self.usage}
 
@@ -161,15 +169,22 @@ class _Choice:
     finish_reason: str | None = None
     logprobs: dict[str, list[Any]] | None = None
 
-    def add(self, part: Completion, listed: int | None, spell: Callable[[int], str]) -> dict[str, Any]:
-        """Notes a part; returns the choice that tells only it, with `listed` alternatives of each token."""
+    def add(
+        self, part: Completion, listed: int | None, spell: Callable[[int], str], before: Sequence[Token] = ()
+    ) -> dict[str, Any]:
+        """Notes a part; returns the choice that tells only it, with `listed` alternatives of each token.
+
+        before: the prompt's tokens, where they are told too.
+        """
         lead = self.prompt.text if self.echo and not self.tokens and not self.text else ""
         self.text += lead + part.text
         self.tokens += part.tokens
         self.finish_reason = part.finish_reason
         new = None
         if listed is not None:
-            new = _logprobs(part.logprobs, listed, spell)
+            shift = len(self.prompt.text) if self.echo else 0
+            own = [dataclasses.replace(token, offset=token.offset + shift) for token in part.logprobs]
+            new = _logprobs([*before, *own], listed, spell)
             if self.logprobs is None:
                 self.logprobs = {key: [] for key in new}
             for key, values in new.items():
@@ -185,18 +200,35 @@ class _Choice:
 
 def _logprobs(tokens: Sequence[Token], listed: int, spell: Callable[[int], str]) -> dict[str, list[Any]]:
     """The lists of `schemas.Logprobs`; the drawn token is among its alternatives, as the OpenAI API has it."""
-    alternatives = [
-        {spell(token.id): _finite(token.logprob)} | {spell(i): _finite(x) for i, _, x in reversed(token.top[:listed])}
-        for token in tokens
-    ]
+
+    def alternatives(token: Token) -> dict[str, float | None] | None:
+        if not listed or math.isnan(token.logprob):
+            return None
+        rest = {spell(i): _finite(x) for i, _, x in reversed(token.top[:listed])}
+        return {spell(token.id): _finite(token.logprob)} | rest
+
     return {
         "tokens": [spell(token.id) for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": alternatives if listed else [None] * len(tokens),
+        "top_logprobs": [alternatives(token) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
 
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; the OpenAI API says -9999 for it."""
-    return max(float(logprob), -9999.0)
+def _prompt_tokens(prompt: Prompt, listed: LogProbs, tokenizer: Tokenizer) -> tuple[Token, ...]:
+    """The tokens of a prompt as it was read, with offsets in its text; nothing comes before the first, whose
+    log-probability is NaN. An empty text has none: the end-of-text that the model reads for it was not given."""
+    if not prompt.text:
+        return ()
+    first = LogProbs(np.full(1, np.nan), np.zeros((1, 0), np.int32), np.zeros((1, 0)))
+    head = Answer(tokenizer)
+    tokens = head.add(prompt.ids[:1], None, first)
+    rest = head.add(prompt.ids[1:], "length", listed)
+    read = (tokens + rest).logprobs
+    start = len(prompt.text) - len(tokenizer.decode(prompt.ids)) if prompt.cut else 0
+    return tuple(dataclasses.replace(token, offset=max(token.offset + start, 0)) for token in read)
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity; the OpenAI API says -9999 for it, and null for what has no probability (NaN)."""
+    return None if math.isnan(logprob) else max(float(logprob), -9999.0)

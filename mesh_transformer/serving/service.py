@@ -81,15 +81,17 @@ class Service:
         return asked
 
     def jobs(
-        self, request: Request, prompts: Sequence[Prompt], n: int, options: Options
+        self, request: Request, prompts: Sequence[Prompt], n: int, options: Options, echo: bool = False
     ) -> Callable[[Callable[[Event], None]], list[Job]]:
-        """What makes the jobs of n completions of each prompt; the i-th of all draws by the options' seed + i."""
+        """What makes the jobs of n completions of each prompt; the i-th of all draws by the options' seed + i.
+
+        echo: the first part of each has log-probabilities of the prompt."""
         client = request.scope["mesh_transformer.client"]
         each = [prompt.ids for prompt in prompts for _ in range(n)]
 
         def make(deliver: Callable[[Event], None]) -> list[Job]:
             return [
-                Job(ids, dataclasses.replace(options, seed=options.seed + i), client, i, deliver)
+                Job(ids, dataclasses.replace(options, seed=options.seed + i), client, i, deliver, echo)
                 for i, ids in enumerate(each)
             ]
 
