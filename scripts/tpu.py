@@ -14,6 +14,7 @@ Default Credentials. docs/pods.md tells the rest.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             part.add_argument("--platform", choices=("tpu", "cpu"), default="tpu", help="of the host (tpu)")
         if command == "delete":
             part.add_argument("--yes", action="store_true", help="also one that this project did not make")
+    parser.epilog = "\n".join(part.format_usage().strip() for part in commands.choices.values())
     options = parser.parse_args(words[:split])
     options.rest = words[split + 1 :]
     if options.rest and options.command not in ("ssh", "serve"):
@@ -76,7 +78,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        with log_lines():
+        with log_lines(logging.WARNING if options.dry_run else logging.INFO):
             return run(options)
     except MeshTransformerError as error:
         return complain(error)

@@ -106,6 +106,10 @@ class Hosts:
             for number, address in enumerate(addresses)
         ]
         self.known_hosts = folder / "known_hosts"
+        self.remember()
+
+    def remember(self):
+        """Writes the hosts' keys into the known-hosts file."""
         self.known_hosts.write_text("".join(f"[{host.address}]:{host.port} {host.public_key}\n" for host in self.hosts))
 
     def hosts_file(self, *settings, name="hosts"):

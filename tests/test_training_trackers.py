@@ -93,12 +93,12 @@ def test_wandb_writes_offline_without_account_or_network(tmp_path, monkeypatch):
 
     for variable in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(variable, raising=False)
-    log_run(config_of(tmp_path, "wandb", wandb_project="p", comment="why"), 1, 3, 0.0)
+    log_run(config_of(tmp_path, "wandb", wandb_project="p", wandb_entity="team", comment="why"), 1, 3, 0.0)
     wandb.teardown()  # as at the end of the process: its writer, a process of its own, may still be at it
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = list(offline_records(path))
     (run,) = [record.run for record in records if record.HasField("run")]
-    assert (run.project, run.display_name, run.notes, run.run_id) == ("p", "trial", "why", "abc123")
+    assert (run.project, run.entity, run.display_name, run.notes, run.run_id) == ("p", "team", "trial", "why", "abc123")
     history = []
     for record in records:
         if record.HasField("history"):

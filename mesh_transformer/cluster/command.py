@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 
-from mesh_transformer.cluster import host_options, pod, ray_session
+from mesh_transformer.cluster import host_options, pod, ray_session, remote
 from mesh_transformer.cluster.pod import Pod
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, load_config
+from mesh_transformer.errors import EXIT_DONE
 from mesh_transformer.training import session
 from mesh_transformer.training.session import Ask, Request, ask_on_terminal
 
@@ -19,6 +21,9 @@ def train(options: argparse.Namespace, *, ask: Ask = ask_on_terminal, command: S
     Raises HostError besides, where faults are more than --max-restarts.
     """
     ray_session.check_installed()
+    if options.dry_run and options.tpu != host_options.LOCAL:
+        remote.show(options, load_config(options.config, version=options.version), sys.stdout)
+        return EXIT_DONE
 
     @contextlib.contextmanager
     def start_devices(config: Config) -> Iterator[Pod]:

@@ -169,7 +169,7 @@ class Crew:
         return None
 
     def _host_of(self, pending: Pending, ref: Any) -> int:
-        return pending.refs.index(ref)
+        return pending.refs.index(ref) % len(self.hosts)  # a round of calls may be two behind each other
 
     def _fault(
         self, operation: str, seen: dict[int, str], seconds: float | None = None, gone: str | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from mesh_transformer.cluster import remote
 from mesh_transformer.command_line import positive
-from mesh_transformer.errors import ConfigError
 
 if TYPE_CHECKING:
     from mesh_transformer.cluster.hosts import Hosts
@@ -20,14 +20,19 @@ LOCAL_HOSTS, LOCAL_DEVICES = 2, 4
 def add_hosts(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Where hosts come from, for `hosts_of`, and what is done when they fail, for `patience_of`."""
     group = parser.add_argument_group("hosts")
-    group.add_argument(
-        "--tpu", metavar="NAME", required=required,
-        help=f"a TPU's name; `{LOCAL}`: processes of this machine, with simulated devices",
+    where = group.add_mutually_exclusive_group(required=required)
+    where.add_argument(
+        "--tpu", metavar="NAME",
+        help=f"a TPU VM's name; `{LOCAL}`: processes of this machine, with simulated devices",
     )  # fmt: skip
+    where.add_argument(
+        "--hosts-file", metavar="F", help="machines reached by ssh, one a line: user@address:port key=FILE ..."
+    )
     group.add_argument("--hosts", type=positive, metavar="N", help=f"with --tpu {LOCAL}: how many ({LOCAL_HOSTS})")
     group.add_argument(
-        "--devices-per-host", type=positive, metavar="D", help=f"with --tpu {LOCAL}: devices each ({LOCAL_DEVICES})"
-    )
+        "--devices-per-host", type=positive, metavar="D",
+        help=f"simulate D CPU devices on each (with --tpu {LOCAL}: {LOCAL_DEVICES}; else what is there is used)",
+    )  # fmt: skip
     group.add_argument(
         "--max-restarts", type=natural, default=10, metavar="N",
         help="faults in a row, with no new checkpoint between them, that are borne (10)",
@@ -36,6 +41,7 @@ def add_hosts(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--step-deadline", type=seconds, metavar="SECONDS",
         help="when a step counts as hanging (default: 20 times the slowest so far, at least 120)",
     )  # fmt: skip
+    remote.add_remote(parser)
 
 
 def natural(text: str) -> int:
@@ -57,7 +63,10 @@ def seconds(text: str) -> float:
 
 
 def hosts_of(options: argparse.Namespace, config: Config) -> Hosts:
-    """The hosts that the options of `add_hosts` name, not started. Raises ConfigError where they cannot be."""
+    """The hosts that the options of `add_hosts` name, nothing started on them; a TPU is made if there is none.
+
+    Raises ConfigError where they cannot be, TPUError and HostError where a TPU does not come or does not answer.
+    """
     if options.tpu == LOCAL:
         from mesh_transformer.cluster.local_hosts import LocalHosts
         from mesh_transformer.config import check_mesh
@@ -65,7 +74,7 @@ def hosts_of(options: argparse.Namespace, config: Config) -> Hosts:
         count, devices = options.hosts or LOCAL_HOSTS, options.devices_per_host or LOCAL_DEVICES
         check_mesh(config, count * devices)
         return LocalHosts(count, devices)
-    raise ConfigError(f"--tpu {options.tpu} is not known: --tpu {LOCAL} runs on processes of this machine")
+    return remote.hosts_of(options, config)
 
 
 def patience_of(options: argparse.Namespace) -> Patience:

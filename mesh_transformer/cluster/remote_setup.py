@@ -84,7 +84,8 @@ def probe(shell: Shell, machines: Sequence[Machine], code: Code, packages: Packa
             machine, told["folder"], told.get("code") == "1", told.get("packages") == "1", int(told.get("chips") or 0),
             told.get("python", ""),
         )  # fmt: skip
-        _check_python(found, packages)
+        if "python" in told:
+            _check_python(found, packages)
         return found
 
     return on_all(machines, look)
@@ -92,8 +93,6 @@ def probe(shell: Shell, machines: Sequence[Machine], code: Code, packages: Packa
 
 def _check_python(found: Found, packages: Packages) -> None:
     """Raises HostError where a given interpreter is not like this machine's: Ray and pickles need that."""
-    if found.machine.python is None:
-        return
     pins = dict(line.split("==") for line in packages.constraints.splitlines() if "==" in line)
     wanted = f"{packages.python} ray {pins.get('ray', 'none')} jax {pins.get('jax', 'none')}"
     if found.python != wanted:
@@ -204,9 +203,10 @@ if [ -n "$P" ] && "$P" -c 'import ensurepip, venv' 2> /dev/null; then
     "$P" -m venv "$E/venv"
     "$E/venv/bin/python" -m pip install -r "$E/requirements.txt" -c "$E/constraints.txt"
 else
-    [ -x "$F/tools/bin/uv" ] || python3 -m pip install --target "$F/tools" uv
-    "$F/tools/bin/uv" venv --no-config --python {packages.python} "$E/venv"
-    "$F/tools/bin/uv" pip install --no-config --python "$E/venv/bin/python" \\
+    # uv brings the interpreter, and pip, which knows the machine's own settings, the packages.
+    [ -x "$F/tools/bin/uv" ] || python3 -m pip install --target "$F/tools" uv pip
+    UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 "$F/tools/bin/uv" venv --no-config --python {packages.python} "$E/venv"
+    PYTHONPATH="$F/tools" python3 -m pip --python "$E/venv/bin/python" install \\
         -r "$E/requirements.txt" -c "$E/constraints.txt"
 fi
 "$E/venv/bin/python" -c {imports}

@@ -68,9 +68,12 @@ def api(options: argparse.Namespace, out: IO[str], there: bool) -> TPUApi:
 def shell(options: argparse.Namespace, out: IO[str]) -> Shell:
     """What runs scripts on hosts, or shows them."""
     from mesh_transformer.cluster import remote_setup
+    from mesh_transformer.cluster.accelerators import HOST_CHIPS
     from mesh_transformer.cluster.ssh import SSH, DryShell
 
-    return DryShell(out, {remote_setup.PROBE: f"folder={DRY_FOLDER}\n"}) if options.dry_run else SSH()
+    return (
+        DryShell(out, {remote_setup.PROBE: f"folder={DRY_FOLDER}\nchips={HOST_CHIPS}\n"}) if options.dry_run else SSH()
+    )
 
 
 DRY_FOLDER = "/home/USER/.mesh-transformer"
