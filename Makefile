@@ -47,16 +47,21 @@ $(VENV)/.installed-peers-%: $(VENV)/.installed-core scripts/install_peers.py
 	$(BIN)/python scripts/install_peers.py --install $*
 	@touch $@
 
+# libtpu, so that plans are compiled: the release that the installed jax names, where there is one for this machine.
+$(VENV)/.installed-compiler: $(VENV)/.installed-core scripts/install_compiler.py
+	$(BIN)/python scripts/install_compiler.py
+	@touch $@
+
 quickstart: $(VENV)/.installed-plot
 	$(BIN)/python scripts/quickstart.py $(QUICKSTART_ARGS)
 
-test: $(VENV)/.installed-dev $(VENV)/.installed-peers-$(PEERS)
+test: $(VENV)/.installed-dev $(VENV)/.installed-peers-$(PEERS) $(VENV)/.installed-compiler
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
 
 test-quick: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not long and not slow" $(PYTEST_ARGS)
 
-test-long: $(VENV)/.installed-dev $(VENV)/.installed-peers-$(PEERS)
+test-long: $(VENV)/.installed-dev $(VENV)/.installed-peers-$(PEERS) $(VENV)/.installed-compiler
 	$(BIN)/python scripts/run_long_tests.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev

@@ -124,6 +124,9 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reset-data", action="store_true", help="continue the run at the beginning of train_set, which may be another"
     )
+    parser.add_argument(
+        "--no-plan", action="store_true", help="start although, by arithmetic, the step cannot fit the devices' memory"
+    )
 
 
 def check_training(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
-from training_tools import ROOT
+from conftest import network_of
+from training_tools import ROOT, Run
 
+from mesh_transformer import load_config, parameters, steps, transformer_shard
+from mesh_transformer.config import Config
 from mesh_transformer.errors import ConfigError
-from mesh_transformer.planning import chips, exact
-from mesh_transformer.planning.program import collectives, product_flops
+from mesh_transformer.planning import check, chips, exact
+from mesh_transformer.planning import search as searching
+from mesh_transformer.planning.accessed import accessed_bytes
+from mesh_transformer.planning.analytic import analytic
+from mesh_transformer.planning.check import check_memory
+from mesh_transformer.planning.estimate import Estimate
+from mesh_transformer.planning.program import collectives, product_flops, stacked_bytes
 from scripts import plan
 
 
@@ -70,12 +82,156 @@ def test_a_loop_that_tells_its_length_by_its_condition() -> None:
         collectives(TPU_LOOP.replace("direction=LT", "direction=NE"))
 
 
-def test_what_cannot_be_planned_is_said_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+TPU_FUSIONS = """
+%read (p0: f32[6,8,4], p1: s32[]) -> f32[8,4] {
+  %p0 = f32[6,8,4]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %slice = f32[1,8,4]{2,1,0} dynamic-slice(%p0, %p1, %p1, %p1), dynamic_slice_sizes={1,8,4}
+  ROOT %out = f32[8,4]{1,0} bitcast(%slice)
+}
+
+%write (p0: f32[6,8,4], p1: f32[8,4], p2: s32[]) -> f32[6,8,4] {
+  %p0 = f32[6,8,4]{2,1,0} parameter(0)
+  %p1 = f32[8,4]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %new = f32[1,8,4]{2,1,0} bitcast(%p1)
+  ROOT %out = f32[6,8,4]{2,1,0} dynamic-update-slice(%p0, %new, %p2, %p2, %p2)
+}
+
+ENTRY %main (a: f32[6,8,4], i: s32[]) -> f32[6,8,4] {
+  %a = f32[6,8,4]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %layer = f32[8,4]{1,0} fusion(%a, %i), kind=kLoop, calls=%read
+  %near = f32[8,4]{1,0:S(1)} copy(%layer)
+  ROOT %b = f32[6,8,4]{2,1,0} fusion(%a, %layer, %i), kind=kLoop, calls=%write
+}
+"""
+
+
+def test_fusions_read_and_write_only_the_slices_that_they_use() -> None:
+    layer = 8 * 4 * 4
+    # Read and written by the first fusion, read by the copy into the chip's own memory, read and written in place.
+    assert accessed_bytes(TPU_FUSIONS) == 5 * layer + 2 * 4  # and the index, twice
+
+
+def test_bytes_of_a_scan_are_those_of_one_layer_each_time() -> None:
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    few, many = (
+        accessed_bytes(jax.jit(program).lower(jnp.ones((8, 64)), jnp.ones((n, 64, 64))).compile().as_text())
+        for n in (5, 10)
+    )
+    assert 5 * 64 * 64 * 4 < many - few < 5 * 64 * 64 * 4 * 4  # a layer is copied out of the stack, at most
+
+
+def kept(model: dict[str, Any], remat: str) -> tuple[int, int]:
+    """What a CPU's compiled step keeps of its layers, and its copies of their weights."""
+    network = network_of(1, 2, layers=3, remat=remat, **model)
+    shapes = [kind.local_shape(2) for kind in parameters.kinds(network.model, 2) if kind.stacked]
+    batch = steps.Batch(*(jax.ShapeDtypeStruct((1, 3, 16), kind) for kind in (jnp.int32, jnp.int32, jnp.float32)))
+    step = transformer_shard.train_step(network.model, network.config.optim, network.mesh)
+    return stacked_bytes(step.lower(network.state, batch).compile().as_text(), 3, shapes)
+
+
+def test_what_is_kept_of_the_layers_is_read_from_the_program() -> None:
+    positions, d, mp = 3 * 16, 32, 2
+    assert kept({"per_replica_batch": 3}, "full")[0] == 3 * positions * d * 4
+    saved = d + (4 * d + 4 * d) / mp + 8 / mp  # the stream; q, k, v, attended and hidden; a row's normaliser for a head
+    assert kept({"per_replica_batch": 3}, "dots")[0] == pytest.approx(3 * positions * saved * 4, rel=0.02)
+
+
+@pytest.mark.parametrize("task", ["train", "eval", "generate"])
+def test_an_analytic_plan_needs_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, task: str
 ) -> None:
-    config = ["--config", str(ROOT / "configs" / "quickstart.json")]
-    assert plan.main([*config, "--topology", "gpu:h100x8"]) == 2
-    assert "only steps for TPU slices" in capsys.readouterr().err
     monkeypatch.setattr(exact, "library", lambda: None)
-    assert plan.main([*config, "--topology", "v5e:2x4"]) == 2
-    assert "pip install 'mesh-transformer[plan]'" in capsys.readouterr().err
+    config = ["--config", str(ROOT / "configs" / "quickstart.json"), "--task", task]
+    assert plan.main([*config, "--topology", "gpu:h100x8"]) == 0
+    assert "by arithmetic alone" in capsys.readouterr().out
+    assert plan.main([*config, "--topology", "v5e:2x4"]) == 0
+    found = capsys.readouterr()
+    assert "by arithmetic alone" in found.out and "pip install 'mesh-transformer[plan]'" in found.err
+
+
+def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture) -> None:
+    config = ["--config", str(ROOT / "configs" / "quickstart.json")]
+    assert plan.main([*config, "--topology", "v4:2x2"]) == 2
+    assert "linked in 3 dimensions" in capsys.readouterr().err
+    assert plan.main([*config, "--topology", "gpu:h100x6"]) == 2
+    assert "cannot be split into replicas" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan.main([*config, "--task", "eval", "--search"])
+
+
+def test_too_large_a_step_is_refused_with_what_would_help(capsys: pytest.CaptureFixture) -> None:
+    config = ["--config", str(ROOT / "configs" / "175B_v1.json"), "--analytic"]
+    assert plan.main([*config, "--topology", "v4-32"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "what would help: a larger slice" in out
+    assert plan.main(["--config", str(ROOT / "configs/6B_roto_256.json"), "--topology", "v5e-1024", "--analytic"]) == 0
+    assert "DCN" in capsys.readouterr().out, "four slices are linked by the network"
+
+
+def test_search_ranks_all_ways_and_writes_the_best(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    written = tmp_path / "best.json"
+    options = ["--config", str(ROOT / "configs/6B_roto_256.json"), "--topology", "v5e-16", "--sequences", "32"]
+    assert plan.main([*options, "--analytic", "--search", "--write", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "cores_per_replica 16: " in out and "per_replica_batch 16: needs" in out
+    found, wanted = load_config(written), load_config(ROOT / "configs/6B_roto_256.json")
+    mesh = found.mesh
+    assert mesh.per_replica_batch * mesh.gradient_accumulation_steps * 16 // mesh.cores_per_replica == 32
+    assert f"best: cores_per_replica {mesh.cores_per_replica}, per_replica_batch {mesh.per_replica_batch}" in out
+    assert found.optim == wanted.optim and found.data == wanted.data, "nothing else is another"
+    assert plan.main(["--config", str(written), "--topology", "v5e-16", "--analytic"]) == 0
+
+
+def test_search_lets_the_compiler_overrule_the_arithmetic() -> None:
+    config, topology = load_config(ROOT / "configs/6B_roto_256.json"), chips.topology("v5e-16")
+    first, second = searching.search(config, topology, 32)[:2]
+
+    def compile_(config: Config, topology: chips.Topology, remat: str) -> Estimate:
+        if config == first.config:
+            raise exact.TooLargeError("RESOURCE_EXHAUSTED: 17 GiB of 15.75")
+        return dataclasses.replace(analytic(config, topology, remat), exact=True)
+
+    found = searching.search(config, topology, 32, compile_, best=2)
+    assert found[0].config == second.config and [each.estimate.exact for each in found[:3]] == [True, True, False]
+    loser = next(each for each in found if each.config == first.config)
+    assert searching.why(loser, found[0]) == "the compiler says that it does not fit"
+
+
+def test_the_smallest_slice(capsys: pytest.CaptureFixture) -> None:
+    config = ["--config", str(ROOT / "configs/6B_roto_256.json"), "--analytic"]
+    assert plan.main([*config, "--smallest", "v5e"]) == 0
+    assert "the smallest: v5e:2x4" in capsys.readouterr().out
+    assert plan.main([*config, "--smallest", "v5e", "--search"]) == 0
+    assert "the smallest: v5e:2x4" in capsys.readouterr().out
+    assert plan.main(["--config", str(ROOT / "configs/175B_v1.json"), "--analytic", "--smallest", "rtx4090"]) in (0, 1)
+    assert plan.main([*config, "--smallest", "v9"]) == 2
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+    large, small = (load_config(ROOT / "configs" / name) for name in ("6B_roto_256.json", "quickstart.json"))
+    check_memory(large, "TPU v4", 8)
+    check_memory(small, "cpu", 8, check.device_memory(jax.devices()[0], 8))
+    check_memory(large, "an accelerator without a name", 8)
+    with pytest.raises(ConfigError, match="about 1[0-9].* GiB on a device.*of 8.00 GiB .*what would help: .*--no-plan"):
+        check_memory(large, "NVIDIA L4", 8, 8 * 2**30)
+    with pytest.raises(ConfigError, match="zero_stage 3"):
+        check_memory(large, "TPU v2", 16)
+    assert not caplog.records
+    peak = analytic(large, chips.topology("l4x8"), "full").peak
+    check_memory(large, "NVIDIA L4", 8, int(peak * 1.02))
+    assert "it may not fit" in caplog.text
+
+
+def test_training_asks_the_plan_first(
+    monkeypatch: pytest.MonkeyPatch, training_data: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "_machine_memory", lambda: 1_000_000)
+    run = Run(tmp_path / "run", training_data)
+    assert run("--dry-run") == 2
+    assert "a training step takes about" in capsys.readouterr().err
+    assert run("--dry-run", "--no-plan") == 0

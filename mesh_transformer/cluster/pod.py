@@ -59,7 +59,7 @@ class Pod:
 
     @property
     def hardware(self) -> Hardware:
-        return Hardware(self._joined.device_kind, self._joined.devices)
+        return Hardware(self._joined.device_kind, self._joined.devices, self._joined.memory)
 
     @property
     def crew(self) -> Crew:

@@ -32,7 +32,7 @@ START_SECONDS = 120  # for all processes to come together
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What a process says of itself and of the devices that all have together."""
+    """What a process says of itself and of the devices that all have together. memory: bytes of one device, or None."""
 
     pid: int
     hostname: str
@@ -40,6 +40,7 @@ class Joined:
     devices: int
     device_kind: str
     platform: str
+    memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Worker:
         import jax
 
         from mesh_transformer.mesh import choose_platform
+        from mesh_transformer.planning.check import device_memory
 
         choose_platform(platform, devices)
         if platform == "cpu":
@@ -127,8 +129,9 @@ class Worker:
         )  # fmt: skip
         here = jax.local_devices()
         return Joined(
-            os.getpid(), socket.gethostname(), len(here), jax.device_count(), here[0].device_kind, here[0].platform
-        )
+            os.getpid(), socket.gethostname(), len(here), jax.device_count(), here[0].device_kind, here[0].platform,
+            device_memory(here[0], len(here)),
+        )  # fmt: skip
 
     def hold(self, number: int, config: Config) -> Held:
         """Make the network of a config on all devices; its state comes with the next call."""

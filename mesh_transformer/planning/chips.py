@@ -8,68 +8,110 @@ import re
 
 from mesh_transformer.errors import ConfigError
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device: bytes of memory, of which a program gets `usable`; peak FLOP/s in bfloat16; bytes/s of its
-    memory, of one link to a neighbour in one direction, and of the network between hosts or slices.
+    """One JAX device: bytes of its memory, and of what a program gets of it (`usable`); dense peak FLOP/s in bfloat16
+    (fp16 on V100 and T4); bytes of on-chip memory that XLA keeps values in; bytes/s of its memory, of one link to a
+    neighbour in one direction, and its share of its host's network.
 
-    `dims`: of the torus that links chips (0: all to all, through a switch); `devices`: per chip; `per_host`: devices.
+    `dims`: of the torus that links chips (0: all to all, through a switch or the host); `devices`: per chip;
+    `per_host`: devices; `suffix`: what N in NAME-N counts, units a chip; `largest`: devices of the largest slice that
+    is offered; `kinds`: how JAX's `device_kind` begins.
     """
 
     name: str
     memory: float
+    usable: float
     flops: float
+    vector_memory: float
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
     dims: int
     devices: int
     per_host: int
-    suffix: int  # what N in NAME-N counts: units a chip
+    suffix: int
+    largest: int
+    kinds: tuple[str, ...]
     source: str
 
-    @property
-    def usable(self) -> float:
-        """XLA keeps a part for itself: 15.75 of 16 GiB on v5e, and about that share elsewhere."""
-        return 0.984 * self.memory
+
+# What the TPU compiler calls available is from its own message for a program that is too large (libtpu 0.0.42).
+_TPU = (
+    "memory, FLOP/s, bandwidth, slices: cloud.google.com/tpu/docs, system architecture; links and network: How to "
+    "Scale Your Model (2025), chapter 2; usable memory: the compiler's own limit"
+)
+_GPU = "the vendor's data sheet; usable: the 75 % that jax takes at first (XLA_PYTHON_CLIENT_MEM_FRACTION)"
 
 
-_TPU = "cloud.google.com/tpu/docs, system architecture; links: How to Scale Your Model (2025), chapter 2"
-_GPU = "the vendor's data sheet; network: one 400 Gbit/s port a GPU"
+def _tpu(
+    name: str, memory: float, usable: float, flops: float, vector: float, bandwidth: float, link: float, network: float,
+    shape: tuple[int, int, int, int], largest: int, *kinds: str,
+) -> Chip:  # fmt: skip
+    """GiB, teraflop/s, MiB and gigabytes/s; shape: dims, devices a chip and a host, units of the name a chip."""
+    return Chip(name, memory * GIB, usable * GIB, flops * 1e12, vector * MIB, bandwidth * 1e9, link * 1e9,
+                network * 1e9, *shape, largest, kinds, _TPU)  # fmt: skip
+
+
+def _gpu(name: str, memory: float, flops: float, bandwidth: float, link: float, network: float, *kinds: str) -> Chip:
+    """Gigabytes, teraflop/s and gigabytes/s."""
+    return Chip(name, memory * 1e9, 0.75 * memory * 1e9, flops * 1e12, 0, bandwidth * 1e9, link * 1e9, network * 1e9,
+                0, 1, 8, 1, 4096, kinds, _GPU)  # fmt: skip
+
+
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v2", 8 * GIB, 22.5e12, 350e9, 62e9, 3.1e9, 2, 2, 8, 2, _TPU),
-        Chip("v3", 16 * GIB, 61.5e12, 450e9, 100e9, 3.1e9, 2, 2, 8, 2, _TPU),
-        Chip("v4", 32 * GIB, 275e12, 1228e9, 45e9, 6.25e9, 3, 1, 4, 2, _TPU),
-        Chip("v5e", 16 * GIB, 197e12, 819e9, 45e9, 6.25e9, 2, 1, 8, 1, _TPU),
-        Chip("v5p", 95 * GIB, 459e12, 2765e9, 90e9, 6.25e9, 3, 1, 4, 2, _TPU),
-        Chip("v6e", 32 * GIB, 918e12, 1640e9, 90e9, 12.5e9, 2, 1, 8, 1, _TPU),
-        Chip("a100", 80e9, 312e12, 2039e9, 300e9, 25e9, 0, 1, 8, 1, _GPU),
-        Chip("h100", 80e9, 989e12, 3350e9, 450e9, 50e9, 0, 1, 8, 1, _GPU),
-        Chip("h200", 141e9, 989e12, 4800e9, 450e9, 50e9, 0, 1, 8, 1, _GPU),
-        Chip("b200", 180e9, 2250e12, 8000e9, 900e9, 50e9, 0, 1, 8, 1, _GPU),
-        Chip("cpu", 4e9, 0.1e12, 10e9, 5e9, 1e9, 0, 1, 8, 1, "a guess: one simulated device of a desktop machine"),
+        _tpu("v2", 8, 7.48, 22.5, 16, 350, 62, 3.1, (2, 2, 8, 2), 512, "TPU v2"),
+        _tpu("v3", 16, 15.48, 61.5, 16, 450, 100, 3.1, (2, 2, 8, 2), 2048, "TPU v3"),
+        _tpu("v4", 32, 30.75, 275, 32, 1228, 45, 6.25, (3, 1, 4, 2), 4096, "TPU v4"),
+        _tpu("v5e", 16, 15.75, 197, 128, 819, 45, 3.1, (2, 1, 8, 1), 256, "TPU v5 lite", "TPU v5e"),
+        _tpu("v5p", 96, 95.74, 459, 64, 2765, 90, 6.25, (3, 1, 4, 2), 4096, "TPU v5"),
+        _tpu("v6e", 32, 31.25, 918, 128, 1640, 90, 12.5, (2, 1, 8, 1), 256, "TPU v6"),
+        _gpu("b200", 180, 2250, 8000, 900, 50, "NVIDIA B200"),
+        _gpu("h200", 141, 989, 4800, 450, 50, "NVIDIA H200"),
+        _gpu("h100pcie", 80, 756, 2000, 64, 25, "NVIDIA H100 PCIe"),
+        _gpu("h100", 80, 989, 3350, 450, 50, "NVIDIA H100"),
+        _gpu("a100", 80, 312, 2039, 300, 25, "NVIDIA A100"),
+        _gpu("a10g", 24, 70, 600, 32, 12, "NVIDIA A10G"),
+        _gpu("l40s", 48, 362, 864, 32, 12, "NVIDIA L40S"),
+        _gpu("l4", 24, 121, 300, 32, 12, "NVIDIA L4"),
+        _gpu("rtx4090", 24, 165, 1008, 32, 1, "NVIDIA GeForce RTX 4090"),
+        _gpu("rtx3090", 24, 71, 936, 32, 1, "NVIDIA GeForce RTX 3090"),
+        _gpu("v100", 16, 125, 900, 150, 12, "Tesla V100"),
+        _gpu("t4", 16, 65, 320, 16, 4, "Tesla T4"),
+        Chip("cpu", 4e9, 4e9, 21e9, 0, 5e9, 2e9, 1e9, 0, 1, 1024, 1, 1024, (),
+             "a guess: one of 8 simulated devices of a two-core machine (170 GFLOP/s and 40 GB/s shared out)"),
     )
-}
+}  # fmt: skip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls `device_kind`; None where it is not known (any CPU). The first entry that fits counts."""
+    kind = device_kind.lower()
+    return next((chip for chip in CHIPS.values() if any(kind.startswith(k.lower()) for k in chip.kinds)), None)
+
+
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices of one chip in one slice: `shape` of the chips, () where a switch links them."""
+    """All devices of one or several equal slices: `shape` of a slice's chips, () where a switch links them."""
 
     chip: Chip
     devices: int
     shape: tuple[int, ...]
+    slices: int = 1
 
     @property
     def name(self) -> str:
-        """As XLA's ahead-of-time compiler takes it, `v5e:2x4`."""
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape)) or self.devices}"
+        """As XLA's ahead-of-time compiler takes it, `v5e:2x4`; several slices with their number in front."""
+        one = f"{self.chip.name}:{'x'.join(map(str, self.shape)) or self.devices}"
+        return one if self.slices == 1 else f"{self.slices} of {one}"
 
     @property
     def is_tpu(self) -> bool:
@@ -85,15 +127,28 @@ def size(count: float) -> str:
     return f"{count / GIB:.2f} GiB"
 
 
+def smallest_first(family: str) -> list[Topology]:
+    """The slices of a chip, by the powers of two of its devices. Raises ConfigError for an unknown one."""
+    name = family.strip().lower().removeprefix("gpu:")
+    chip = CHIPS.get(_ALIASES.get(name, name))
+    if chip is None:
+        raise ConfigError(f"chip {family!r} is not known; expected one of {', '.join(CHIPS)}")
+    counts = [2**n for n in range(14) if chip.devices <= 2**n <= chip.largest]
+    if not chip.dims:
+        return [Topology(chip, count, ()) for count in counts]
+    return [Topology(chip, n, _shape(n // chip.devices, chip.dims)) for n in counts if n >= 4 * chip.devices]
+
+
 def topology(name: str) -> Topology:
     """The topology of `v3-8`, `v4-32`, `v5e-16`, `v5litepod-16`, `v5e:4x8`, `v4:2x2x1`, `gpu:h100x8` or `cpu:8`.
 
-    Raises ConfigError naming what is known.
+    A number above the largest slice's means several of those, linked by the network. Raises ConfigError, which names
+    what is known.
     """
     text = name.strip().lower()
-    gpu = re.fullmatch(r"(?:gpu:)?(a100|h100|h200|b200|cpu)(?:[x:-](\d+))?", text.replace("cpu:", "cpu-"))
-    if gpu:
-        return Topology(CHIPS[gpu.group(1)], int(gpu.group(2) or 1), ())
+    flat = re.fullmatch(r"(?:gpu:)?([a-z]+\d*[a-z]*?)(?:[x:-](\d+))?", text)
+    if flat and flat.group(1) in CHIPS and not CHIPS[flat.group(1)].dims and flat.group(2) != "0":
+        return Topology(CHIPS[flat.group(1)], int(flat.group(2) or 1), ())
     slice_ = re.fullmatch(r"(v\d[a-z]*)(?:-(\d+)|:(\d+(?:x\d+)+))", text)
     chip = CHIPS.get(_ALIASES.get(slice_.group(1), slice_.group(1))) if slice_ else None
     if slice_ is None or chip is None or not chip.dims:
@@ -114,7 +169,8 @@ def topology(name: str) -> Topology:
             f"topology {name!r}: the number after {chip.name} counts {'cores' if chip.suffix == 2 else 'chips'}, and "
             f"slices are powers of two, from {chip.name}-{chip.suffix} on"
         )
-    return Topology(chip, chips * chip.devices, _shape(chips, chip.dims))
+    slices = max(1, chips * chip.devices // chip.largest)
+    return Topology(chip, chips * chip.devices, _shape(chips // slices, chip.dims), slices)
 
 
 def _shape(chips: int, dims: int) -> tuple[int, ...]:

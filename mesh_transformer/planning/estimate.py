@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 
-from mesh_transformer.planning.chips import Chip
+from mesh_transformer.planning.chips import Topology
+from mesh_transformer.planning.traffic import DP, Traffic
 
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """One kind of collective of a step: over which mesh axis, how many devices, how often, bytes of one run."""
-
-    kind: str
-    axis: str
-    devices: int
-    runs: int
-    bytes: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that one device sends in a step, by a ring: (n - 1) / n of the value, twice for an all-reduce."""
-        rounds = 2 if self.kind == "all-reduce" else 1
-        return rounds * (self.devices - 1) / self.devices * self.runs * self.bytes
+TASKS = ("train", "eval", "generate")
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Of one device and one step.
+    """Of one device and one step of `task`: an update, a batch of scores, or a token of every row.
 
-    Bytes: `weights`, `moments`, `gradients` and `rest` (activations and temporaries), which make the `peak`, and
+    Bytes: `peak`, the most that exists at once, and what of it `weights`, `moments`, `gradients`, `cache` (of keys and
+    values), `copies` (of weights in the compute dtype) and `activations` (kept for the backward pass) take; and
     `accessed`, what is read from and written to memory. `flops`: of all matrix products; `model_flops`: the model's own
-    (see `training.throughput.flops_per_token`). `tokens`: of all devices.
+    (see `training.throughput.flops_per_token`). `tokens`: of all devices. `exact`: read from the compiled program.
     """
 
+    task: str
+    exact: bool
+    remat: str
+    dp: int
+    mp: int
+    peak: float
     weights: float
     moments: float
     gradients: float
-    rest: float
+    cache: float
+    copies: float
+    activations: float
     accessed: float
     flops: float
     model_flops: float
@@ -44,42 +39,62 @@ class Estimate:
     traffic: tuple[Traffic, ...]
 
     @property
-    def peak(self) -> float:
-        return self.weights + self.moments + self.gradients + self.rest
+    def state(self) -> float:
+        """Bytes of what lives from step to step, and of the gradients."""
+        return self.weights + self.moments + self.gradients + self.cache
+
+    @property
+    def temporaries(self) -> float:
+        """Bytes of all else that is at work when memory is at its fullest."""
+        return max(0.0, self.peak - self.state - self.copies - self.activations)
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of a step by a roofline: products at peak speed, memory and links at full bandwidth."""
+    """Seconds of a step by a roofline: products at peak speed; memory, links and the network at full bandwidth."""
 
-    products: float
+    compute: float
     memory: float
     links: float
+    network: float
 
     @property
     def overlapped(self) -> float:
         """Where the slowest hides the others: no step is faster."""
-        return max(self.products, self.memory, self.links)
+        return max(self.compute, self.memory, self.links, self.network)
 
     @property
     def in_turn(self) -> float:
-        """Where links work alone: about what a step takes that overlaps nothing."""
-        return max(self.products, self.memory) + self.links
+        """Where links and network work alone: about what a step takes that overlaps nothing."""
+        return max(self.compute, self.memory) + self.links + self.network
 
     @property
     def limit(self) -> str:
         """What sets the pace."""
-        return max(("products", "memory", "links"), key=lambda name: float(getattr(self, name)))
+        parts = {"compute": self.compute, "HBM": self.memory, "ICI": self.links, "DCN": self.network}
+        return max(parts, key=lambda name: parts[name])
 
 
-def time_of(estimate: Estimate, chip: Chip) -> Time:
-    """The roofline of a step on one chip."""
-    links = sum(each.sent / _bandwidth(each, chip) for each in estimate.traffic)
-    return Time(estimate.flops / chip.flops, estimate.accessed / chip.memory_bandwidth, links)
+def time_of(estimate: Estimate, topology: Topology) -> Time:
+    """The roofline of a step on one device of a topology."""
+    chip, links, network = topology.chip, 0.0, 0.0
+    for each in estimate.traffic:
+        over_links, over_network = _seconds(each, topology)
+        links, network = links + over_links, network + over_network
+    return Time(estimate.flops / chip.flops, estimate.accessed / chip.memory_bandwidth, links, network)
 
 
-def _bandwidth(traffic: Traffic, chip: Chip) -> float:
-    """Bytes/s of a ring: both directions of a torus' link; a switch; the network, where a group is larger than that."""
+def _seconds(traffic: Traffic, topology: Topology) -> tuple[float, float]:
+    """Of a ring over both directions of a torus' link, or a switch; and over the network, where the devices of a group
+    are in several slices or hosts: what is left after each slice has summed its own."""
+    chip = topology.chip
     if chip.dims:
-        return 2 * chip.link_bandwidth
-    return chip.link_bandwidth if traffic.devices <= chip.per_host else chip.network_bandwidth
+        inside = traffic.devices // topology.slices if traffic.axis != "mp" else traffic.devices
+        within = dataclasses.replace(traffic, devices=max(1, inside))
+        links = within.sent / (2 * chip.link_bandwidth)
+        if topology.slices == 1 or traffic.axis == "mp":
+            return links, 0.0
+        across = dataclasses.replace(traffic, devices=topology.slices)
+        return links, across.sent / max(1, inside) / chip.network_bandwidth
+    beyond = traffic.axis == DP and topology.devices > chip.per_host or traffic.devices > chip.per_host
+    return (0.0, traffic.sent / chip.network_bandwidth) if beyond else (traffic.sent / chip.link_bandwidth, 0.0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,17 +27,13 @@ _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|mesh\[.*?\] \{.*?\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)")
+_PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\})")
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\(\d+\)(\d+))?")  # 'a'=4 of a mesh; 'a', or 'a':(2)4 of a part of that axis
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_ON_CHIP = re.compile(r"[a-z]+\d*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}")  # values that a TPU keeps in its vector memory
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_MOVES_NOTHING = (
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
-    "all-gather-done", "all-reduce-done", "copy-done", "async-done", "opt-barrier", "partition-id", "iota",
-)  # fmt: skip
 _NOT_CALLS = ("reduce", "reduce-window", "scatter", "sort", "map", *COLLECTIVES)
 
 
@@ -63,7 +60,8 @@ class Collective(NamedTuple):
 
     @property
     def first_group(self) -> list[int]:
-        """The devices that take part with device 0, by their places in the program's list of devices."""
+        """The devices that take part with device 0, by their places in the program's list of devices; of a permutation
+        its first pair."""
         if self.groups.startswith("{{"):
             return [int(device) for device in self.groups[2 : self.groups.index("}")].split(",")]
         if self.groups.startswith("mesh["):
@@ -86,10 +84,14 @@ class Operation(NamedTuple):
 
 
 class Program:
-    """The computations of one compiled program, and how often a step runs each."""
+    """The computations of one compiled program, and how often a step runs each.
 
-    def __init__(self, text: str) -> None:
+    unknown: the length of loops that do not say theirs.
+    """
+
+    def __init__(self, text: str, unknown: float = math.nan) -> None:
         self.computations, self._entry = _computations(text)
+        self._unknown = unknown
         self.runs = self._count()
 
     def operations(self, *does: str) -> Iterator[tuple[Operation, float, str]]:
@@ -122,12 +124,13 @@ class Program:
         for operation in body:
             if operation.does in _NOT_CALLS:
                 continue
-            times = self._trips(operation) if operation.does == "while" else 1.0
+            times = self.trips(operation) if operation.does == "while" else 1.0
             branches = _BRANCHES.search(operation.rest)
             names = _CALLED.findall(operation.rest) + (_OPERAND.findall(branches.group(1)) if branches else [])
             yield from ((name, times) for name in names if name in self.computations)
 
-    def _trips(self, loop: Operation) -> float:
+    def trips(self, loop: Operation) -> float:
+        """How often a `while` runs its body."""
         said = _TRIPS.search(loop.rest)
         if said:
             return float(said.group(1))
@@ -139,15 +142,16 @@ class Program:
             for operation in body
             if operation.does == "constant" and operation.shape.startswith("s32[]")
         ]
-        return float(limits[0]) if len(compared) == len(limits) == 1 else math.nan
+        return float(limits[0]) if len(compared) == len(limits) == 1 else self._unknown
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str, unknown: float = math.nan) -> list[Collective]:
     """Every collective of a compiled program's text (`compiled.as_text()`), in the order of the text.
 
-    Raises ValueError where a loop does not say how often it runs and has a collective in it.
+    Raises ValueError where a loop does not say how often it runs and has a collective in it, unless its `unknown`
+    length is given.
     """
-    program, found = Program(text), []
+    program, found = Program(text, unknown), []
     fused, seen = program.fused(), set()
     for operation, runs, computation in program.operations(*COLLECTIVES, *(f"{kind}-start" for kind in COLLECTIVES)):
         if math.isnan(runs):
@@ -158,7 +162,8 @@ def collectives(text: str) -> list[Collective]:
             if channel and channel.group(1) in seen:
                 continue
             seen |= {channel.group(1)} if channel else set()
-        groups, name = _GROUPS.search(operation.rest), _NAME.search(operation.rest)
+        groups = _GROUPS.search(operation.rest) or _PAIRS.search(operation.rest)
+        name = _NAME.search(operation.rest)
         kind, size = operation.does.removesuffix("-start"), _size(operation.shape, operation.does)
         one = Collective(kind, groups.group(1) if groups else "", int(runs), size, name.group(1) if name else "")
         found.append(one._replace(bytes=size * one.group_size) if kind == "reduce-scatter" else one)
@@ -169,38 +174,39 @@ def product_flops(text: str) -> float:
     """FLOPs of all matrix products of a step on one device, two for each multiply-add.
 
     TPUs' text has them as convolutions; a batch of products is one over a window of which a single place counts.
-    Raises ValueError where a loop does not say how often it runs and has a product in it.
+    A loop of unknown length counts once.
     """
-    program, total = Program(text), 0.0
+    program, total = Program(text, unknown=1), 0.0
     for operation, runs, computation in program.operations("dot", "convolution"):
         summed = (_contracted if operation.does == "dot" else _kernel_inputs)(operation, program.shapes(computation))
         total += runs * 2 * _elements(operation.shape) * summed
-    if math.isnan(total):
-        raise ValueError("a loop with a matrix product in it does not say how often it runs")
     return total
 
 
-def accessed_bytes(text: str) -> float:
-    """Bytes that a step reads and writes on one device, at most: operands and results of all that is not fused away.
+def stacked_bytes(text: str, layers: int, weights: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Bytes that the backward pass over `layers` layers finds for each of them, weights and gradients left out: kept
+    from the forward pass, and copies of weights in a narrower type.
 
-    Loops of unknown length count once. What an operation does not read whole, such as a slice, is counted whole, but
-    for the operands of slices themselves.
+    `weights`: shapes of all stacked parameters on one device. (0, 0) where there is no such loop, as with one layer.
     """
-    program, total = Program(text), 0.0
-    fused = program.fused()
-    for name, body in program.computations.items():
-        runs = program.runs[name] if not math.isnan(program.runs[name]) else 1.0
-        if not runs or name in fused:
+    program, most = Program(text, unknown=1), (0, 0)
+    for loop, _, _ in program.operations("while"):
+        name = _NAME.search(loop.rest)
+        if program.trips(loop) != layers or not (name and "transpose(" in name.group(1)):
             continue
-        shapes = program.shapes(name)
-        for operation in body:
-            if operation.does in _MOVES_NOTHING:
+        left, kept, copies = Counter(weights), 0, 0
+        for dtype, dims in _SHAPE.findall(loop.shape):
+            shape = tuple(int(n) for n in dims.split(",") if n)
+            if len(shape) < 2 or shape[0] != layers or (dtype == "f32" and shape in weights):
                 continue
-            total += runs * _size(_ON_CHIP.sub("", operation.shape), "")
-            if operation.does not in ("dynamic-slice", "slice", "gather"):
-                read = set(_OPERAND.findall(operation.rest.partition("), ")[0]))
-                total += runs * sum(_size(_ON_CHIP.sub("", shapes[name]), "") for name in read if name in shapes)
-    return total
+            size = BYTES.get(dtype, 4) * math.prod(shape)
+            if left[shape]:
+                # Where activations have a weight's shape by chance, the first ones of that shape are weights.
+                copies, left[shape] = copies + size, left[shape] - 1
+            else:
+                kept += size
+        most = max(most, (kept, copies))
+    return most
 
 
 def _along(axes: list[tuple[str, int]], used: list[tuple[str, str, str]]) -> list[int]:

@@ -26,10 +26,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """For MFU: `device_kind` as JAX names it, and how many devices take part."""
+    """For MFU and the plan: `device_kind` as JAX names it, how many devices take part, and the bytes of memory of one of
+    them, where it says so."""
 
     device_kind: str
     devices: int
+    memory: int | None = None
 
 
 class TrainData(Protocol):

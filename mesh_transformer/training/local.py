@@ -12,6 +12,7 @@ import jax
 
 from mesh_transformer.config import Config, mesh_notice
 from mesh_transformer.mesh import DP, choose_platform, describe, find_devices, make_mesh
+from mesh_transformer.planning.check import device_memory
 from mesh_transformer.training import session
 from mesh_transformer.training.executor import Hardware, NetworkMachine
 from mesh_transformer.training.session import Ask, ask_on_terminal
@@ -59,7 +60,8 @@ class LocalDevices:
 
     @property
     def hardware(self) -> Hardware:
-        return Hardware(self._mesh.devices.flat[0].device_kind, self._mesh.size)
+        device = self._mesh.devices.flat[0]
+        return Hardware(device.device_kind, self._mesh.size, device_memory(device, self._mesh.size))
 
     def hold(self, config: Config) -> NetworkMachine:
         return NetworkMachine(network_of(config, self._mesh))

@@ -65,6 +65,7 @@ class Request:
     version: int | None = None
     strict: bool = False
     reset_data: bool = False
+    no_plan: bool = False
 
 
 def ask_on_terminal(question: str) -> bool:
@@ -103,6 +104,9 @@ def train(
             _check_places(request, config, store)
         devices = stack.enter_context(start_devices(config))
         config = _with_steps(config, records, devices.dp)
+        if not request.no_plan:
+            hardware = devices.hardware
+            check.check_memory(config, hardware.device_kind, hardware.devices, hardware.memory)
         decide = functools.partial(
             start.choose, store, config, dp=devices.dp, fingerprint=records.fingerprint,
             tokenizer=records.tokenizer_hash, tune_path=request.tune_model_path, new=request.new,

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from mesh_transformer.config import ModelConfig
-
-# Dense bfloat16 (fp16 on V100 and T4) peak of one JAX device in FLOP/s, by the start of its `device_kind`; from the
-# vendors' data sheets. A TPU v2 or v3 chip is two devices, so half a chip. The first entry that fits counts.
-PEAK_FLOPS: tuple[tuple[str, float], ...] = (
-    ("TPU v2", 22.5e12),
-    ("TPU v3", 61.5e12),
-    ("TPU v4", 275e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5", 459e12),
-    ("TPU v6", 918e12),
-    ("NVIDIA B200", 2250e12),
-    ("NVIDIA H200", 989e12),
-    ("NVIDIA H100 PCIe", 756e12),
-    ("NVIDIA H100", 989e12),
-    ("NVIDIA A100", 312e12),
-    ("NVIDIA A10G", 70e12),
-    ("NVIDIA L40S", 362e12),
-    ("NVIDIA L4", 121e12),
-    ("NVIDIA GeForce RTX 4090", 165e12),
-    ("NVIDIA GeForce RTX 3090", 71e12),
-    ("Tesla V100", 125e12),
-    ("Tesla T4", 65e12),
-)
+from mesh_transformer.planning import chips
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak of one device, or None where it is not known (any CPU)."""
-    return next((peak for start, peak in PEAK_FLOPS if device_kind.lower().startswith(start.lower())), None)
+    chip = chips.chip_of(device_kind)
+    return chip.flops if chip is not None else None
 
 
 def flops_per_token(model: ModelConfig) -> float:
