@@ -91,6 +91,7 @@ CHECK = (
     shipped("20B_v1.json", "v4:2x2x4", "dots", zero_stage=3),
     shipped("40B_v1.json", "v4:2x4x4", "full"),
     shipped("175B_v1.json", "v4:4x4x8", "full"),
+    shipped("175B_v1.json", "v4:4x8x8", "full"),
     shipped("6B_roto_256.json", "v5e:16x16", "dots", cores_per_replica=8),
     small("v5e:2x4", "full", 1, per_replica_batch=16, gradient_accumulation_steps=1),
     shipped("13B_v1.json", "v4:4x4x4", "full"),

@@ -47,7 +47,9 @@ def roofline(chips: Sequence[Chip], plans: Sequence[Plan]) -> str:
         x = left + (math.log10(intensity) - low) / (high - low) * width
         return x, top + (ceiling - math.log10(flops)) / (ceiling - floor) * height
 
-    body = [text(left + width / 2, top + height + 34, "FLOP for each byte of memory that is read or written", 12, "middle")]
+    body = [
+        text(left + width / 2, top + height + 34, "FLOP for each byte of memory that is read or written", 12, "middle")
+    ]
     body.append(text(left - 6, 14, "FLOP/s"))
     for decade in range(int(low), int(high) + 1):
         x, _ = place(10.0**decade, 1e14)

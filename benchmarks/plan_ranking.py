@@ -4,8 +4,8 @@
 
 A small model, 16 sequences an update. Each way is compiled; its steps are timed one after the other, all ways in a
 round, so that what else the machine does falls on all alike; the fastest round counts. Writes
-docs/measurements/plan-ranking.json: for each way predicted and compiled bytes, and predicted and measured
-step times.
+docs/measurements/plan-ranking.json: for each way predicted and compiled bytes, and predicted and measured step
+times.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class Way:
         from mesh_transformer.transformer_zero import network_of
 
         config = load_config({**MODEL, **keys})
-        self.network = network_of(config, make_mesh(config, jax.devices()[:DEVICES]))
+        network = network_of(config, make_mesh(config, jax.devices()[:DEVICES]))
         A, rows = keys["gradient_accumulation_steps"], SEQUENCES // keys["gradient_accumulation_steps"]
         ids = np.random.default_rng(0).integers(0, MODEL["n_vocab"], (A, rows, MODEL["seq"] + 1)).astype(np.int32)
-        self.batch = {"obs": ids[..., :-1], "target": ids[..., 1:]}
-        placed = steps.place(self.network.mesh, steps.BATCH_SPEC, steps.Batch(self.batch["obs"], self.batch["target"],
-                             np.ones(self.batch["obs"].shape, np.float32)))  # fmt: skip
-        step = train_step(self.network.model, config.optim, self.network.mesh, self.network.zero)
-        memory = step.lower(self.network.state, placed).compile().memory_analysis()
+        batch = steps.Batch(ids[..., :-1], ids[..., 1:], np.ones((A, rows, MODEL["seq"]), np.float32))
+        self._batch = steps.place(network.mesh, steps.BATCH_SPEC, batch)
+        self._state = network.state
+        step = train_step(network.model, config.optim, network.mesh, network.zero)
+        self._step = step.lower(self._state, self._batch).compile()
+        memory = self._step.memory_analysis()
         topology = chips.topology(f"cpu:{DEVICES}")
         estimate = analytic(config, topology, keys["remat"])
         self.found: dict[str, Any] = {
@@ -74,13 +75,14 @@ class Way:
             "predicted_seconds": time_of(estimate, topology).in_turn,
             "measured_seconds": float("inf"),
         }
-        self.step()  # compiles, as training does
+        self.step()
 
     def step(self) -> float:
         import jax
 
         began = time.perf_counter()
-        jax.block_until_ready(self.network.train(self.batch))
+        self._state, metrics = self._step(self._state, self._batch)
+        jax.block_until_ready(metrics)
         return time.perf_counter() - began
 
 

@@ -40,7 +40,9 @@ def row(*cells: object) -> str:
 
 
 def table(head: str, rows: Iterator[str]) -> str:
-    return "\n".join([head, row(*["---"] * head.count(" | "), "---"), *rows])
+    """`head`: the titles of the columns, between semicolons."""
+    titles = head.split("; ")
+    return "\n".join([row(*titles), row(*["---"] * len(titles)), *rows])
 
 
 def load(file: str, **keys: object) -> Config:
@@ -53,7 +55,8 @@ def chip_table() -> str:
     from mesh_transformer.planning.chips import CHIPS, GIB
 
     return table(
-        "| chip | memory, usable GiB | bfloat16 TFLOP/s | memory GB/s | a link, GB/s one way | network GB/s | devices a chip | largest slice |",
+        "chip; memory, usable GiB; bfloat16 TFLOP/s; memory GB/s; a link, GB/s one way; network GB/s; devices a chip; "
+        "largest slice",
         (
             row(c.name, f"{c.memory / GIB:.1f}, {c.usable / GIB:.2f}", f"{c.flops / 1e12:g}",
                 f"{c.memory_bandwidth / 1e9:g}", f"{c.link_bandwidth / 1e9:g}", f"{c.network_bandwidth / 1e9:g}",
@@ -124,7 +127,7 @@ def errors(which: str) -> str:
                 yield row(case.name, f"{found['peak'] / GIB:.2f} GiB", f"{peak:+.1%}", f"{found['flops'] / 1e12:.2f}",
                           f"{flops:+.2%}", f"{accessed:+.0%}", f"{found['seconds']} s")  # fmt: skip
 
-    return table("| case | compiled peak | arithmetic | compiled TFLOP | arithmetic | bytes of memory | to compile |", rows())
+    return table("case; compiled peak; arithmetic; compiled TFLOP; arithmetic; bytes of memory; to compile", rows())
 
 
 def ranking() -> str:
@@ -153,7 +156,7 @@ def ranking() -> str:
                       f"{way['predicted_seconds'] * 1e3:.0f}", f"{way['measured_seconds'] * 1e3:.0f}",
                       f"{way['predicted_bytes'] / 2**20:.0f}", f"{way['compiled_bytes'] / 2**20:.0f}")  # fmt: skip
 
-    head = "| predicted place | dp x mp | accumulation | remat | predicted ms | measured ms | predicted MiB | compiled MiB |"
+    head = "place; dp x mp; accumulation; remat; predicted ms; measured ms; predicted MiB; compiled MiB"
     return "\n".join([*lines, table(head, rows())])
 
 
@@ -179,7 +182,7 @@ def published() -> str:
                 ratio = rate / tokens if tokens else speed / (flops or 1)
                 yield row(name, said, remat, ours, f"{ratio:.2f}", f"{1 / ratio:.0%}")
 
-    return table("| on a v3-8 | published | remat | predicted | predicted / published | published / predicted |", rows())
+    return table("on a v3-8; published; remat; predicted; predicted / published; published / predicted", rows())
 
 
 SCALE = (
@@ -220,8 +223,11 @@ def scale_table() -> str:
                       f"{plan.peak / GIB:.2f} of {topology.chip.usable / GIB:.2f} GiB", f"{worked.peak / GIB:.2f} GiB",
                       f"{plan.flops / plan.model_flops:.2f}", rates, f"{mfu:.0%}", time.limit)  # fmt: skip
 
-    return table("| model and slice | dp x mp | remat | how | peak of a device | by arithmetic | FLOPs over the model's | "
-                 "tokens/s | MFU | limit |", rows())  # fmt: skip
+    head = (
+        "model and slice; dp x mp; remat; how; peak of a device; by arithmetic; FLOPs over the model's; tokens/s; MFU; "
+        "limit"
+    )
+    return table(head, rows())
 
 
 def smallest() -> str:
@@ -233,13 +239,16 @@ def smallest() -> str:
         if found is None:
             return "none"
         mesh = found.config.mesh
-        return f"{found.topology.devices}: dp {found.estimate.dp} x mp {mesh.cores_per_replica}, stage {mesh.zero_stage}, " + found.estimate.remat
+        return (
+            f"{found.topology.devices}: dp {found.estimate.dp} x mp {mesh.cores_per_replica}, stage {mesh.zero_stage}, "
+            + found.estimate.remat
+        )
 
     def rows() -> Iterator[str]:
         for file in (GPTJ, "13B_v1.json", "20B_v1.json", "40B_v1.json", "175B_v1.json", "175B_v2.json"):
             yield row(f"`{file}`", *(cell(load(file), chip) for chip in SHOWN))
 
-    return table(row("config", *SHOWN), rows())
+    return table("; ".join(("config", *SHOWN)), rows())
 
 
 def weak(file: str, chip: str, sequences: int) -> str:
@@ -247,7 +256,10 @@ def weak(file: str, chip: str, sequences: int) -> str:
     from mesh_transformer.planning import chips, search
     from mesh_transformer.planning.estimate import time_of
 
-    config, names = load(file), [f"{chip}-{n * chips.CHIPS[chip].suffix}" for n in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)]
+    config, names = (
+        load(file),
+        [f"{chip}-{n * chips.CHIPS[chip].suffix}" for n in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)],
+    )
 
     def rows() -> Iterator[str]:
         for name in names:
@@ -264,8 +276,11 @@ def weak(file: str, chip: str, sequences: int) -> str:
                       f"{plan.model_flops / topology.chip.flops / time.in_turn:.0%}", time.limit,
                       f"{time.compute:.2f}, {time.memory:.2f}, {time.links:.2f}, {time.network:.2f}")  # fmt: skip
 
-    return table("| slice | devices | dp x mp, stage, remat | batch x accumulation | tokens/s | a device | MFU | limit | "
-                 "compute, HBM, ICI, DCN s |", rows())  # fmt: skip
+    head = (
+        "slice; devices; dp x mp, stage, remat; batch x accumulation; tokens/s; a device; MFU; limit; "
+        "compute, HBM, ICI, DCN s"
+    )
+    return table(head, rows())
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

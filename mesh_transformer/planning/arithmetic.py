@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from mesh_transformer.memory import QUERY_BLOCK, UNROLLED
+
 if TYPE_CHECKING:
     from mesh_transformer.config import Config, ModelConfig
-
-BLOCK = 128  # query rows of a block of causal attention, see `fused_attention.query_blocks`
 
 
 def flops_of(config: Config, dp: int, task: str, remat: str) -> float:
@@ -20,7 +20,7 @@ def flops_of(config: Config, dp: int, task: str, remat: str) -> float:
     mesh = config.mesh
     if task == "generate":
         return _generation(config.model, mesh.cores_per_replica, mesh.per_replica_batch)
-    forward, again, attention = layer_products(config.model, mesh.cores_per_replica, mesh.per_replica_batch)
+    forward, again, attention = layer_products(config.model, mesh.cores_per_replica, mesh.per_replica_batch, task)
     T = mesh.per_replica_batch * config.model.seq
     shard = config.model.n_vocab / mesh.cores_per_replica
     head = 2 * _whole(T, config.model.logit_chunk) * config.model.d_model * shard
@@ -34,23 +34,28 @@ def flops_of(config: Config, dp: int, task: str, remat: str) -> float:
     return mesh.gradient_accumulation_steps * (config.model.layers * layer + passes * head)
 
 
-def layer_products(model: ModelConfig, mp: int, rows: int) -> tuple[float, float, float]:
+def layer_products(model: ModelConfig, mp: int, rows: int, task: str) -> tuple[float, float, float]:
     """FLOPs of a layer's forward pass on one shard: of the products with weights; of those among them that a backward
     pass needs again (all but the two whose results are only added to the stream); and of attention."""
     D, W, F, S = model.d_model, model.d_attention, model.d_ff, model.seq
     T, into = rows * S, 2 if model.version == 2 else 1
     forward, again = 2 * T * D * (4 * W + (into + 1) * F) / mp, 2 * T * D * (3 * W + into * F) / mp
     wide = W if W // mp % model.attention_width else W / mp  # merged heads, which every shard computes, see `qkv`
-    blocks = math.ceil(S / max(BLOCK, S // 16))
-    return forward, again, 2 * rows * wide * S * S * (1 + 1 / blocks)
+    return forward, again, 2 * rows * wide * S * S * (1 + 1 / _blocks(S, model.pe == "t5" or task == "eval"))
+
+
+def _blocks(S: int, biased: bool) -> int:
+    """Blocks of query rows, each of which attends to the keys up to its end: of plain attention's, see
+    `fused_attention.query_blocks`; where there is a bias or keys are hidden, the spans of `attention`."""
+    rows = QUERY_BLOCK * max(1, math.ceil(S / (UNROLLED * QUERY_BLOCK))) if biased else max(QUERY_BLOCK, S // 16)
+    return math.ceil(S / rows)
 
 
 def _generation(model: ModelConfig, mp: int, rows: int) -> float:
-    """Of one token of every row, attending to the whole context."""
+    """Of one token of every row. Attention of a single query is no matrix product to XLA, and bound by memory."""
     D, W = model.d_model, model.d_attention
     matrices = 4 * W + (3 if model.version == 2 else 2) * model.d_ff
-    layer = 2 * rows * D * matrices / mp + 4 * rows * W * model.seq / mp
-    return model.layers * layer + 2 * rows * D * model.n_vocab / mp
+    return model.layers * 2 * rows * D * matrices / mp + 2 * rows * D * model.n_vocab / mp
 
 
 def _whole(count: int, chunk: int) -> int:

@@ -43,8 +43,8 @@ def footprint_of(config: Config, topology: Topology, dp: int, task: str, remat: 
         kept = memory.kept_bytes(model, mp, T, remat, width) if task == "train" else 0
         work = memory.activation_bytes(model, mp, T, remat, width) - memory.kept_bytes(model, mp, T, remat, width)
         return Footprint(0, kept, work)
-    D, v = model.d_model, model.n_vocab / mp
-    chunk = min(model.logit_chunk, T) * v * F32
+    D, v = float(model.d_model), model.n_vocab / mp
+    chunk: float = min(model.logit_chunk, T) * v * F32
     stream = STREAMS * T * D * width
     if task == "eval":
         return Footprint(0, 0, stream + chunk)
@@ -58,7 +58,7 @@ def footprint_of(config: Config, topology: Topology, dp: int, task: str, remat: 
     if cut > 1 and not gathered:  # a gathered matrix, and its gradient
         part += max(_matrices(model, mp)) * (width + F32)
     copied = D * v / blocks * width if width < F32 else 0
-    work = max(0, stream + max(part, head + chunk) - ON_CHIP * topology.chip.vector_memory)
+    work = max(0.0, stream + max(part, head + chunk) - ON_CHIP * topology.chip.vector_memory)
     return Footprint(copies, kept_bytes(model, mp, T, remat, width), copied + work)
 
 
