@@ -178,7 +178,7 @@ def test_search_ranks_all_ways_and_writes_the_best(tmp_path: Path, capsys: pytes
     options = ["--config", str(ROOT / "configs/6B_roto_256.json"), "--topology", "v5e-16", "--sequences", "32"]
     assert plan.main([*options, "--analytic", "--search", "--write", str(written)]) == 0
     out = capsys.readouterr().out
-    assert "cores_per_replica 16: " in out and "per_replica_batch 16: needs" in out
+    assert "cores_per_replica 16: " in out and "per_replica_batch 32: needs" in out
     found, wanted = load_config(written), load_config(ROOT / "configs/6B_roto_256.json")
     mesh = found.mesh
     assert mesh.per_replica_batch * mesh.gradient_accumulation_steps * 16 // mesh.cores_per_replica == 32

@@ -1,4 +1,4 @@
-"""docs/planning.md and docs/scale.md are what their command writes; arithmetic is as near to the compiler as they claim;
+"""docs/planning.md and docs/scale.md are what their command writes; arithmetic is as near to the compiler as they say;
 and steps compile for TPUs here."""
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def footprint_of(config: Config, topology: Topology, dp: int, task: str, remat: 
         return _generating(model, mp, config.mesh.per_replica_batch, width)
     if topology.chip.name == "cpu":
         kept = memory.kept_bytes(model, mp, T, remat, width) if task == "train" else 0
-        work = memory.activation_bytes(model, mp, T, remat, width) - memory.kept_bytes(model, mp, T, remat, width)
-        return Footprint(0, kept, work)
-    D, v = float(model.d_model), model.n_vocab / mp
-    chunk: float = min(model.logit_chunk, T) * v * F32
+        most = memory.activation_bytes(model, mp, T, remat, width)
+        return Footprint(0, kept, most - memory.kept_bytes(model, mp, T, remat, width))
+    D, v = model.d_model, model.n_vocab / mp
+    chunk = min(model.logit_chunk, T) * v * F32
     stream = STREAMS * T * D * width
     if task == "eval":
         return Footprint(0, 0, stream + chunk)

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """For MFU and the plan: `device_kind` as JAX names it, how many devices take part, and the bytes of memory of one of
-    them, where it says so."""
+    """For MFU and the plan: `device_kind` as JAX names it, how many devices take part, and the bytes of memory of one,
+    where it says so."""
 
     device_kind: str
     devices: int

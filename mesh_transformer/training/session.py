@@ -33,6 +33,7 @@ from mesh_transformer.errors import (
 )
 from mesh_transformer.evaluation import in_training
 from mesh_transformer.evaluation.in_training import TaskEvaluation
+from mesh_transformer.planning import check
 from mesh_transformer.training import data_sets, start, trackers
 from mesh_transformer.training.executor import Devices, Machine
 from mesh_transformer.training.loop import Ending, TrainingLoop
