@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mesh_transformer.cluster.hosts import Host, HostError
 from mesh_transformer.cluster.ray_session import HOST, ClusterError
@@ -146,7 +146,7 @@ class Crew:
                     exhausted = isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause)
                     if isinstance(cause, MeshTransformerError) or exhausted:
                         raise cause from error
-                    self._fault(pending.operation, {self._host_of(pending, ref): _short(cause)})
+                    self._fault(pending.operation, {self._host_of(pending, ref): _short(cause)}, lives=True)
                 except ray.exceptions.RayError as error:
                     self._fault(pending.operation, {self._host_of(pending, ref): _died(error)})
             now = time.monotonic()
@@ -172,13 +172,16 @@ class Crew:
         return pending.refs.index(ref) % len(self.hosts)  # a round of calls may be two behind each other
 
     def _fault(
-        self, operation: str, seen: dict[int, str], seconds: float | None = None, gone: str | None = None
-    ) -> None:
-        """Find out what happened, end all processes, and raise HostError."""
-        silent = self._silent(skip=seen)
-        for host in silent:
-            seen[host] = silent[host]
+        self, operation: str, seen: dict[int, str], seconds: float | None = None, gone: str | None = None,
+        lives: bool = False,
+    ) -> NoReturn:  # fmt: skip
+        """Find out what happened, end all processes, and raise HostError.
+
+        lives: what was seen is an error of a process that lives, so mostly one that lost another.
+        """
+        silent = self._silent(skip={} if lives else seen)
         gone = gone or self._gone()
+        seen = silent if lives and (silent or gone) else seen | silent
         said = [f"{self.hosts[host].name} ({self.hosts[host].address}): {what}" for host, what in sorted(seen.items())]
         if gone is not None:
             said.append(gone)
