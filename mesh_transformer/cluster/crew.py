@@ -112,6 +112,10 @@ class Crew:
         """A call on every host, and what it returns on each. Raises as `results`."""
         return list(self.results(self.submit(method, *arguments, operation=operation, each=each), seconds))
 
+    def first_alone(self) -> list[bool]:
+        """For `result`: that the first host's is wanted, and no other's."""
+        return [True] + [False] * (len(self.hosts) - 1)
+
     def first(self, method: str, *arguments: Any, operation: str) -> Any:
         """A call beside the program on the first host alone."""
         return self.results(self._alone(method, *arguments, operation=operation))
@@ -239,7 +243,7 @@ def _kill(pid: int) -> None:
 def _died(error: Exception) -> str:
     """What Ray says of an actor that is gone, in few words."""
     text = " ".join(str(error).split())
-    if "node" in text and ("died" in text or "dead" in text):
+    if "its node has died" in text or "node was terminated" in text or "raylet has died" in text:
         return "its Ray node is gone"
     return "its process ended" if "Actor" in type(error).__name__ else _short(error)
 

@@ -78,7 +78,9 @@ class Pod:
         while True:
             try:
                 if restarts and not self._crew.alive:
-                    self._start_again(restarts)
+                    if restarts > 1:
+                        time.sleep(min(PAUSE_SECONDS * 2 ** (restarts - 2), LONGEST_PAUSE))
+                    self.start_again()
                 return attempt()
             except HostError as error:
                 self._crew.end()
@@ -96,10 +98,10 @@ class Pod:
                     self._patience.max_restarts,
                 )  # fmt: skip
 
-    def _start_again(self, restarts: int) -> None:
-        if restarts > 1:
-            time.sleep(min(PAUSE_SECONDS * 2 ** (restarts - 2), LONGEST_PAUSE))
+    def start_again(self) -> None:
+        """Make the hosts well, and start fresh processes on them. Raises HostError."""
         began = time.monotonic()
+        self._crew.end()
         self._crew = Crew(self._hosts.restore(), self._hosts.check)
         self._crew.start()
         logger.info("%d hosts are there again after %.1f s", len(self._crew.hosts), time.monotonic() - began)

@@ -127,7 +127,7 @@ class PodExecutor:
             parts = [ray.put({k: rows_of(v, self._held, own, 1) for k, v in batch.items()})
                      for own in self._held.replicas]  # fmt: skip
         self._started += 1
-        operation = f"training, update {self._started} since this start"
+        operation = f"training (update {self._started} since this start)"
         sent = self._crew.submit("train", each=parts, operation=operation)
         feed = self._feed()
         if feed is not None:
@@ -152,7 +152,7 @@ class PodExecutor:
 
     def _result(self, sent: Pending, operation: str, seconds: float, first: bool = False) -> list[Any]:
         """The results of calls that `sent` started, by host, or those of the first alone."""
-        wanted = [True] + [not first] * (len(self._crew.hosts) - 1)
+        wanted = self._crew.first_alone() if first else [True] * len(self._crew.hosts)
         asked = self._crew.submit("result", each=wanted, operation=operation)
         both = Pending((*sent.refs, *asked.refs), operation)
         return list(self._crew.results(both, seconds))[len(sent.refs) :]

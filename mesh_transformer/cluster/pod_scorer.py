@@ -36,8 +36,7 @@ class PodScorer:
         sent = self._crew.submit("score", batch, operation=OPERATION)
 
         def read() -> list[Score]:
-            wanted = [True] + [False] * (len(self._crew.hosts) - 1)
-            asked = self._crew.submit("result", each=wanted, operation=OPERATION)
+            asked = self._crew.submit("result", each=self._crew.first_alone(), operation=OPERATION)
             found: list[Any] = self._crew.results(Pending((*sent.refs, *asked.refs), OPERATION))
             scores: list[Score] = found[len(sent.refs)]
             return scores

@@ -39,6 +39,7 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_enable_metrics_collection": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what Ray would print of other processes into the driver's own output
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

@@ -204,7 +204,7 @@ class Worker:
         self._in_turn(number)
         return self._scoring.continued(prompts)
 
-    def generate(self, number: int, *arguments: Any, **options: Any) -> dict[str, np.ndarray]:
+    def generate(self, number: int, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """As `CausalTransformer.generate`."""
         self._in_turn(number)
         return self._held.generate(*arguments, **options)

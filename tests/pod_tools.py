@@ -1,0 +1,94 @@
+"""What the tests of pods share: hosts of this machine that stay while run after run is made on them."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from mesh_transformer.cluster.crew import Crew
+from mesh_transformer.cluster.local_hosts import LocalHosts
+from mesh_transformer.cluster.pod import Patience, Pod
+from mesh_transformer.cluster.ray_session import RaySession
+from mesh_transformer.command_line import log_lines
+from mesh_transformer.training import session
+
+PATIENT = Patience(max_restarts=3, step_deadline=8.0)
+
+
+class Cluster:
+    """Two hosts of four devices, started once; every run has fresh processes on them."""
+
+    def __init__(self, ray_session, hosts):
+        self.session, self.hosts = ray_session, hosts
+        self.pod = None
+
+    def pod_for(self, config, patience=PATIENT, hosts=2):
+        crew = Crew(self.hosts.restore()[:hosts], self.hosts.check)
+        crew.start()
+        return Pod(self.hosts, crew, patience, config)
+
+    def train(self, run, *, patience=PATIENT, hosts=2, **request):
+        """As train.py would, without its own cluster; the exit code."""
+
+        @contextlib.contextmanager
+        def start_devices(config):
+            self.pod = self.pod_for(config, patience, hosts)
+            try:
+                yield self.pod
+            finally:
+                self.pod.crew.end()
+
+        run.arguments()  # writes the config
+        wanted = session.Request(config=str(run.folder / "config.json"), **request)
+        with log_lines():
+            return session.train(wanted, start_devices, command=["train.py"], elastic=True)
+
+
+@contextlib.contextmanager
+def cluster_of(hosts, devices):
+    with RaySession() as ray_session, contextlib.ExitStack() as stack:
+        made = LocalHosts(hosts, devices)
+        stack.callback(made.stop)
+        made.start(ray_session)
+        yield Cluster(ray_session, made)
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def when(cluster, run, *events):
+    """A thread in which, for each (line, what), `what` is called once the run's processes have written that line."""
+
+    def watch():
+        seen = cluster.pod
+        for line, what in events:
+            end = time.monotonic() + 240
+            while time.monotonic() < end:
+                crew = cluster.pod.crew if cluster.pod is not None else None
+                if crew not in (seen, None) and crew.alive and crew.joined and run.lines_so_far() >= line:
+                    break
+                time.sleep(0.01)
+            seen = cluster.pod.crew
+            what()
+
+    cluster.pod = None
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def process_of(cluster, host):
+    return cluster.pod.crew.joined[host].pid
+
+
+def send(number, pid):
+    os.kill(pid, getattr(signal, number))
+
+
+def options_of(*words):
+    import train
+
+    return train.parse(list(words))
