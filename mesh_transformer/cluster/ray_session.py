@@ -141,7 +141,14 @@ class RaySession:
             raise ClusterError(f"Ray cannot start a head at {self._host}: {_last_line(log.name)}")
         self._address = json.loads(said)["address"]
         threading.Thread(target=self._listen, name="Ray head", daemon=True).start()
-        ray.init(address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(
+                address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR
+            )  # fmt: skip
+        except (RuntimeError, ConnectionError) as error:
+            raise ClusterError(
+                f"this process cannot be the driver of Ray at {self._address}: {error} (it can be of one at a time)"
+            ) from error
 
     def stop(self) -> None:
         """End the head and the nodes of this machine. Never raises."""
