@@ -166,7 +166,11 @@ def test_z_loss_as_asked_for(z_loss: str) -> None:
 @pytest.mark.parametrize("implementation", ["rbg", "threefry2x32"])
 def test_either_kind_of_random_key(implementation: str) -> None:
     with jax.default_prng_impl(implementation):
-        params = transformer_shard.init_params(network_of(2, 2).model, mesh_of(2, 2), seed=3)
+        net = network_of(2, 2)
+        params = transformer_shard.init_params(net.model, mesh_of(2, 2), seed=3)
+        net.state = net.state._replace(params=params)
+        assert np.isfinite(float(net.train(batch_of(1, 2, S))["loss"]))
+        params = net.state.params
     assert np.isfinite(np.asarray(params[parameters.EMBEDDING]["w"])).all()
     assert np.asarray(params[parameters.EMBEDDING]["w"]).std() > 0
 
