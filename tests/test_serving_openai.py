@@ -169,7 +169,8 @@ def test_penalties_bias_and_filters_reach_the_sampler(create):
      ({"logit_bias": {"3": 101}}, "logit_bias"), ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [-1]}, "prompt"),
      ({"prompt": ["a"] * 17}, "prompt"), ({"seed": 1.5}, "seed"),
      ({"stream_options": {"include_usage": True}}, "stream_options"), ({"extra_body": {"messages": []}}, "messages"),
-     ({"extra_body": {"top_k": 0}}, "top_k")],
+     ({"extra_body": {"top_k": 0}}, "top_k"),
+     ({"extra_body": {"repetition_penalty": 5e-324}}, "repetition_penalty")],
     ids=str,
 )  # fmt: skip
 def test_refusals_are_the_clients_own_exceptions(create, asked, field):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 from collections import Counter
 
@@ -11,12 +12,17 @@ import numpy as np
 import pytest
 from conftest import mesh_of
 from decoding_tools import compilations
-from serving_tools import MAX_TOKENS, SEQ, in_parallel
+from serving_tools import MAX_TOKENS, SEQ, in_parallel, wait_until
 
 from mesh_transformer import inference, load_config
+from mesh_transformer.answer import Completion
 from mesh_transformer.completion import Completer, Options, tokenizer_of
-from mesh_transformer.serving.batch import Batch
+from mesh_transformer.errors import ConfigError
+from mesh_transformer.serving.batch import Batch, Output
+from mesh_transformer.serving.engine import Engine, State
+from mesh_transformer.serving.job import Job
 from mesh_transformer.serving.limits import Limits
+from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.waiting import FairQueue
 
 
@@ -123,6 +129,35 @@ def test_nothing_is_compiled_once_the_batch_is_ready(completer, served_model, dp
         losses = completer.network.eval({"obs": whole[:, :-1], "target": whole[:, 1:]})["all_loss"][0]
         assert np.abs(listed.drawn + np.asarray(losses)).max() < 1e-4 and listed.top.shape == (len(prompt) - 1, 5)
     assert all(1 <= count <= 17 for count in found.values()) and max(found.values()) > 5
+
+
+def test_options_that_do_not_fit_are_their_own_requests_fault():
+    """Whatever the schema let through: the texts beside it go on."""
+
+    class Picky:
+        reading = False
+
+        def __init__(self):
+            self.rows = []
+
+        def begin(self, row, prompt, options, echo=False):
+            if options.max_tokens == 1:
+                raise ConfigError("max_tokens does not fit")
+            self.rows.append(row)
+
+        def decode(self, count):
+            return [Output(row, Completion("x", 1, "stop"), True) for row in self.rows]
+
+        def release(self, rows):
+            self.rows = [row for row in self.rows if row not in rows]
+
+    engine, events = Engine(Limits(max_batch=2), Metrics()), queue.Queue()
+    engine.start(Picky)
+    wait_until(lambda: engine.state is State.READY)
+    engine.submit([Job([1], Options(max_tokens=n), "client", n, events.put) for n in (1, 2)])
+    refused, answered = sorted((events.get(timeout=30) for _ in range(2)), key=lambda event: event.index)
+    assert refused.error.status == 400 and "does not fit" in refused.error.message
+    assert answered.completion.text == "x" and engine.stop() and engine.idle
 
 
 def test_the_queue_takes_clients_in_turn_and_each_in_its_order():

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from mesh_transformer.serving.api_errors import RequestError, failed, queue_full, unavailable
+from mesh_transformer.errors import ConfigError
+from mesh_transformer.serving.api_errors import RequestError, failed, invalid, queue_full, unavailable
 from mesh_transformer.serving.batch import Batch, Output
 from mesh_transformer.serving.job import Failure, Job, Part
 from mesh_transformer.serving.limits import Limits
@@ -195,7 +196,11 @@ class Engine:
                 self._count()
             self.metrics.queued.observe(time.monotonic() - job.arrived)
             self.metrics.prompt_tokens.inc(len(job.prompt))
-            batch.begin(row, job.prompt, job.options, job.echo)
+            try:
+                batch.begin(row, job.prompt, job.options, job.echo)
+            except ConfigError as error:  # of its own options, which the others have nothing to do with
+                self._leave(row, "failed")
+                job.deliver(Failure(job.index, invalid(None, str(error))))
 
     def _deliver(self, batch: Batch, outputs: Sequence[Output]) -> None:
         """Each row's part to whoever waits for it; rows that have ended are free again."""

@@ -137,7 +137,7 @@ class CompletionRequest(_Request):
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: float | None = Field(
-        None, gt=0, le=100, description="above 1 lowers tokens that are there already"
+        None, ge=0.01, le=100, description="above 1 lowers tokens that are there already"
     )
     logit_bias: (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
