@@ -121,6 +121,7 @@ def test_the_hash_changes_with_a_file_and_without_git_the_package_is_sent(tmp_pa
 def test_packages_are_those_of_this_machine():
     jax = __import__("jax")
     cpu, tpu = code_archive.packages("cpu"), code_archive.packages("tpu")
+    assert "jax[cuda13]==" in code_archive.packages("cuda").requirements
     assert f"jax=={jax.__version__}\n" in cpu.requirements and f"jax[tpu]=={jax.__version__}\n" in tpu.requirements
     assert f"jaxlib=={jax.__version__}\n" in cpu.constraints and "pytest" not in cpu.constraints
     assert cpu.hash != tpu.hash and cpu == code_archive.packages("cpu")
@@ -134,8 +135,8 @@ def test_set_up_in_parallel_and_at_once_the_second_time(hosts, machines, code, t
         (host.home / "work").mkdir()
         (host.home / "work/also.py").write_text("mine too\n")
     before = [tree(host.home) for host in hosts.hosts]
-    found = remote_setup.probe(SSH(), machines, code, NOTHING, tmp_path)
-    assert [(here.has_code, here.has_packages, here.chips) for here in found] == [(False, False, 0)] * 2
+    found = remote_setup.probe(SSH(), machines, code, tmp_path)
+    assert [(here.has_code, len(here.environments), here.chips) for here in found] == [(False, 0, 0)] * 2
     assert not (hosts.hosts[0].home / ".mesh-transformer").exists(), "looking changes nothing"
     ready = remote_setup.prepare(SSH(), found, code, NOTHING, tmp_path)
     for host, here in zip(hosts.hosts, ready, strict=True):
@@ -151,13 +152,13 @@ def test_set_up_in_parallel_and_at_once_the_second_time(hosts, machines, code, t
             assert what == remote_setup.PROBE, f"{what} on a host that has everything"
             return super().run(machine, script, what, **more)
 
-    found = remote_setup.probe(NoWork(), machines, code, NOTHING, tmp_path)
+    found = remote_setup.probe(NoWork(), machines, code, tmp_path)
     assert remote_setup.prepare(NoWork(), found, code, NOTHING, tmp_path) == ready
 
 
 def test_a_set_up_that_fails_shows_the_line_and_keeps_the_log(machines, code, tmp_path):
     missing = dataclasses.replace(NOTHING, python="3.99")  # uv would bring it, which pip does not find here
-    found = remote_setup.probe(SSH(), machines, code, missing, tmp_path)
+    found = remote_setup.probe(SSH(), machines, code, tmp_path)
     with pytest.raises(HostError) as error:
         remote_setup.prepare(SSH(), found, code, missing, tmp_path)
     lines = str(error.value).splitlines()
@@ -167,13 +168,13 @@ def test_a_set_up_that_fails_shows_the_line_and_keeps_the_log(machines, code, tm
         assert "uv" in line
         log = Path(line.split("the whole log: ")[1].rstrip(")"))
         assert log.parent == tmp_path and "Could not find a version" in log.read_text()
-    found = remote_setup.probe(SSH(), machines, code, missing, tmp_path)
-    assert not any(here.has_packages for here in found), "half a set-up does not count"
+    found = remote_setup.probe(SSH(), machines, code, tmp_path)
+    assert not any(missing.hash in here.environments for here in found), "half a set-up does not count"
 
 
 def test_a_draft_that_was_cut_off_is_not_taken_for_code(hosts, machines, code, tmp_path):
     cut = dataclasses.replace(code, content=code.content[:-40], hash="cut")
-    found = remote_setup.probe(SSH(), machines[:1], cut, NOTHING, tmp_path)
+    found = remote_setup.probe(SSH(), machines[:1], cut, tmp_path)
     with pytest.raises(HostError, match="unpacking the code failed"):
         remote_setup.prepare(SSH(), found, cut, NOTHING, tmp_path)
     assert not (hosts.hosts[0].home / ".mesh-transformer/code/cut").exists()
@@ -183,17 +184,19 @@ def test_a_draft_that_was_cut_off_is_not_taken_for_code(hosts, machines, code, t
 def test_a_given_interpreter_has_to_be_like_this_one(hosts, code, tmp_path):
     packages = code_archive.packages("cpu")
     same = hosts_file.read(str(hosts.hosts_file(f"python={sys.executable}", name="same")))
-    ready = remote_setup.prepare(
-        SSH(), remote_setup.probe(SSH(), same, code, packages, tmp_path), code, packages, tmp_path
-    )
-    assert {here.python for here in ready} == {sys.executable}
+
+    def both(machines, packages):
+        return remote_setup.prepare(
+            SSH(), remote_setup.probe(SSH(), machines, code, tmp_path), code, packages, tmp_path
+        )
+
+    assert {here.python for here in both(same, packages)} == {sys.executable}
     assert not list(hosts.folder.glob(f"*/.mesh-transformer/env/{packages.hash}"))
     other = dataclasses.replace(packages, constraints=packages.constraints.replace("ray==", "ray==0"))
     with pytest.raises(HostError, match=r"python=.* is 3\.\d+ ray .*give one that is the same"):
-        remote_setup.probe(SSH(), same, code, other, tmp_path)
-    absent = [dataclasses.replace(machine, python="/no/python") for machine in same]
+        both(same, other)
     with pytest.raises(HostError, match="/no/python"):
-        remote_setup.probe(SSH(), absent, code, packages, tmp_path)
+        both([dataclasses.replace(machine, python="/no/python") for machine in same], packages)
 
 
 def test_a_host_key_that_is_not_known_is_refused(machines, tmp_path):
@@ -248,7 +251,7 @@ def test_scripts_survive_every_quote(machines):
 def test_a_dry_run_shows_commands_and_runs_none(machines, code):
     out = io.StringIO()
     shell = DryShell(out, {remote_setup.PROBE: "folder=/home/me/.mesh-transformer\n"})
-    found = remote_setup.probe(shell, machines, code, NOTHING, Path("/nowhere"))
+    found = remote_setup.probe(shell, machines, code, Path("/nowhere"))
     remote_setup.prepare(shell, found, code, NOTHING, Path("/nowhere"))
     said = out.getvalue()
     assert said.count("BatchMode=yes") == 6 and said.count("StrictHostKeyChecking=yes") == 6

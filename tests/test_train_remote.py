@@ -119,7 +119,10 @@ def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed,
     driver = Driver(run, "--hosts-file", str(file), "--new", "--yes", MESH_TRANSFORMER_HOME=str(tmp_path / "mine"))
     try:
         driver.until_step(3)
+        hosts.hosts[1].stop()  # its sshd, too: the machine is down for a while
         end_host(hosts.hosts[1])
+        driver.until(lambda: "trying again in" in driver.said, "tried again")
+        hosts.hosts[1].start()
         driver.wait()
     finally:
         driver.close()

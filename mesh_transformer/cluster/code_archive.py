@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 NAME = "mesh-transformer"
 HASH_LETTERS = 16
 EXTRAS = ("ray", "gcs", "orbax", "serve")  # what hosts may need beside the core
+_JAX = {"tpu": "tpu", "cuda": "cuda13"}
 _FALLBACK = ("*.py", "requirements.txt", "pyproject.toml", "configs/*.json", "scripts/*.py")
 
 
@@ -110,7 +111,8 @@ def code(folder: Path | None = None) -> Code:
 def packages(accelerator: str, folder: Path | None = None) -> Packages:
     """The requirements at the versions that are installed here, and what they need in turn as constraints.
 
-    `accelerator`: "tpu" asks for jax[tpu]. Raises ConfigError where jax or ray is not installed here.
+    `accelerator`: "tpu", "cuda" or "cpu", whose jax is asked for. Raises ConfigError where jax or ray is not installed
+    here.
     """
     wanted = ["ray", *_requirements(folder or root())]
     installed = {
@@ -123,8 +125,8 @@ def packages(accelerator: str, folder: Path | None = None) -> Packages:
     lines, names = [], []
     for line in wanted:
         name, extras = _name(line)
-        if name == "jax" and accelerator == "tpu":
-            extras = "tpu"
+        if name == "jax" and accelerator in _JAX:
+            extras = _JAX[accelerator]
         bracket = f"[{extras}]" if extras else ""
         lines.append(f"{name}{bracket}=={installed[name].version}" if name in installed else line)
         names.append((name, extras))

@@ -36,14 +36,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a host has. `folder`: absolute; `chips`: TPU chips; `python`: a given interpreter's version and packages."""
+    """What a host has. `folder`: absolute; `environments`: hashes of packages; `chips`, `gpus`: TPU chips and GPUs;
+    `python`: a given interpreter's version and packages, None where none is given."""
 
     machine: Machine
     folder: str
     has_code: bool
-    has_packages: bool
+    environments: frozenset[str]
     chips: int
-    python: str = ""
+    gpus: int
+    python: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +71,28 @@ def on_all(machines: Sequence[Machine], work: Callable[[Machine], T]) -> list[T]
     return [task.result() for task in running]
 
 
-def probe(shell: Shell, machines: Sequence[Machine], code: Code, packages: Packages, logs: Path) -> list[Found]:
+def probe(shell: Shell, machines: Sequence[Machine], code: Code, logs: Path) -> list[Found]:
     """What every host has; changes nothing there. Raises HostError for hosts that cannot be reached or used."""
 
     def look(machine: Machine) -> Found:
-        said = shell.run(machine, _probe_script(machine, code, packages), PROBE, log=_log(logs, machine),
-                         seconds=PROBE_SECONDS)  # fmt: skip
+        said = shell.run(machine, _probe_script(machine, code), PROBE, log=_log(logs, machine), seconds=PROBE_SECONDS)
         told = dict(line.split("=", 1) for line in said.splitlines() if re.match(r"\w+=", line))
         if "folder" not in told:
             raise HostError(
                 f"host {machine.name}: {PROBE} gave no answer: does its login shell print or ask something?"
             )
-        found = Found(
-            machine, told["folder"], told.get("code") == "1", told.get("packages") == "1", int(told.get("chips") or 0),
-            told.get("python", ""),
+        return Found(
+            machine, told["folder"], told.get("code") == "1", frozenset(told.get("environments", "").split()),
+            int(told.get("chips") or 0), int(told.get("gpus") or 0), told.get("python"),
         )  # fmt: skip
-        if "python" in told:
-            _check_python(found, packages)
-        return found
 
     return on_all(machines, look)
 
 
 def _check_python(found: Found, packages: Packages) -> None:
     """Raises HostError where a given interpreter is not like this machine's: Ray and pickles need that."""
+    if found.python is None:
+        return
     pins = dict(line.split("==") for line in packages.constraints.splitlines() if "==" in line)
     wanted = f"{packages.python} ray {pins.get('ray', 'none')} jax {pins.get('jax', 'none')}"
     if found.python != wanted:
@@ -107,6 +107,8 @@ def prepare(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Ready]:  # fmt: skip
     """Brings every host up to date, all at once. Raises HostError with each failing host's line and its log's path."""
+    for here in found:
+        _check_python(here, packages)
     begin = clock()
     by_machine = {here.machine: here for here in found}
 
@@ -119,12 +121,12 @@ def prepare(
         python = machine.python
         if python is None:
             python = f"{folder}/env/{packages.hash}/venv/bin/python"
-            if not here.has_packages:
+            if packages.hash not in here.environments:
                 shell.run(machine, _install_script(folder, packages), INSTALL, send=_tar(packages), log=log,
                           seconds=INSTALL_SECONDS)  # fmt: skip
         return Ready(machine, folder, f"{folder}/code/{code.hash}", python)
 
-    stale = sum(not (here.has_code and (here.has_packages or here.machine.python)) for here in found)
+    stale = sum(not (here.has_code and (here.machine.python or packages.hash in here.environments)) for here in found)
     if stale:
         logger.info("setting up %d of %d hosts (logs: %s)", stale, len(found), logs)
     ready = on_all([here.machine for here in found], work)
@@ -143,16 +145,16 @@ def _folder(machine: Machine) -> str:
     return shlex.quote(folder) if folder.startswith("/") else f'"$HOME"/{shlex.quote(folder)}'
 
 
-def _probe_script(machine: Machine, code: Code, packages: Packages) -> str:
+def _probe_script(machine: Machine, code: Code) -> str:
     given = shlex.quote(machine.python) if machine.python else ""
     return f"""
 F={_folder(machine)}
 echo "folder=$F"
 [ -e "$F/code/{code.hash}/.ready" ] && echo code=1
-[ -e "$F/env/{packages.hash}/.ready" ] && echo packages=1
-chips=0
-for device in /dev/accel[0-9]* /dev/vfio/[0-9]*; do [ -e "$device" ] && chips=$((chips + 1)); done
-echo "chips=$chips"
+echo "environments=$(cd "$F/env" 2> /dev/null && ls -d ./*/.ready 2> /dev/null | cut -d / -f 2 | tr '\\n' ' ')"
+count() {{ n=0; for d in "$@"; do [ -e "$d" ] && n=$((n + 1)); done; echo "$n"; }}
+echo "chips=$(count /dev/accel[0-9]* /dev/vfio/[0-9]*)"
+echo "gpus=$(count /dev/nvidia[0-9]*)"
 """ + (f"""echo "python=$({given} -c {shlex.quote(_VERSIONS)} 2>&1 | tail -n 1)"
 """ if given else "")  # fmt: skip
 

@@ -18,6 +18,7 @@ from mesh_transformer.cluster.hosts import Host, HostError
 from mesh_transformer.cluster.remote_setup import Ready
 from mesh_transformer.cluster.ssh import Machine, Shell, address_towards, failing_line, lease
 from mesh_transformer.cluster.tpu_api import Pauses
+from mesh_transformer.errors import ConfigError
 
 if TYPE_CHECKING:
     from mesh_transformer.cluster.ray_session import RaySession
@@ -44,11 +45,6 @@ class Sizes:
     per_chip: int = 1
     tpu: bool = False
     check: Callable[[Sequence[int]], None] = lambda devices: None
-
-    @property
-    def accelerator(self) -> str:
-        """Whose packages the hosts need."""
-        return "tpu" if self.tpu and self.per_host is None else "cpu"
 
 
 class Node:
@@ -121,8 +117,9 @@ class SSHHosts:
 
     def _bring_up(self, machines: Sequence[Machine]) -> None:
         """Code, packages and a Ray node on these machines; all are looked at before anything is installed."""
-        code, packages = code_archive.code(), code_archive.packages(self._sizes.accelerator)
-        found = remote_setup.probe(self._shell, machines, code, packages, self._logs)
+        code = code_archive.code()
+        found = remote_setup.probe(self._shell, machines, code, self._logs)
+        packages = code_archive.packages(self._accelerator(found))
         devices = [self._devices(here) for here in found]
         if len(found) == len(self.machines) and all(devices):
             self._sizes.check([count or 0 for count in devices])
@@ -141,7 +138,17 @@ class SSHHosts:
                 f"host {found.machine.name}: it has no TPU chips (/dev/accel*, /dev/vfio/*): is its image a TPU's? See "
                 "--runtime-version"
             )
-        return found.chips * self._sizes.per_chip if self._sizes.tpu else None
+        return found.chips * self._sizes.per_chip if self._sizes.tpu else found.gpus or None
+
+    def _accelerator(self, found: Sequence[remote_setup.Found]) -> str:
+        """Whose packages the hosts need. Raises ConfigError where they are not alike."""
+        if self._sizes.per_host is not None:
+            return "cpu"
+        kinds = {here.machine.name: "tpu" if here.chips else "cuda" if here.gpus else "cpu" for here in found}
+        if len(set(kinds.values())) > 1:
+            each = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+            raise ConfigError(f"the hosts are not alike: {each}; a run needs hosts of one kind")
+        return "tpu" if self._sizes.tpu else next(iter(kinds.values()))
 
     def _host(self, machine: Machine, devices: int | None) -> Host:
         platform = "cpu" if self._sizes.per_host is not None else "tpu" if self._sizes.tpu else None

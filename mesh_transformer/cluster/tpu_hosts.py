@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN, GONE = "UNKNOWN", "gone"
 LOOK_SECONDS = 15.0  # how often at most the API is asked while steps run
 
 
@@ -55,35 +56,37 @@ class TPUHosts:
     def _look(self) -> None:
         """Raises HostError where the TPU is not READY; an API that does not answer says nothing about the TPU."""
         self._looked = time.monotonic()
+        state = self._state()[0]
+        if state not in (tpu_nodes.READY, UNKNOWN):
+            raise HostError(f"TPU {self._name} is {state}")
+
+    def _state(self) -> tuple[str, Body | None]:
+        """What the API says now, UNKNOWN where it says nothing."""
         try:
             node = self._api.get(f"nodes/{self._name}")
         except TPUError as error:
             logger.warning("%s", error)
-            return
-        state = str((node or {}).get("state", "gone"))
-        if state != tpu_nodes.READY:
-            raise HostError(f"TPU {self._name} is {state}")
+            return UNKNOWN, None
+        return str((node or {}).get("state", GONE)), node
 
     def restore(self) -> Sequence[Host]:
-        node = self._api.get(f"nodes/{self._name}")
-        if node is not None and node.get("state") == tpu_nodes.READY and node.get("id") == self._node.get("id"):
+        state, node = self._state()
+        same = node is not None and node.get("id") == self._node.get("id")
+        if state == UNKNOWN or (state == tpu_nodes.READY and same):
             try:
                 return self._hosts.restore()
             except HostError:
-                node = self._api.get(f"nodes/{self._name}")
-                if node is not None and node.get("state") == tpu_nodes.READY:
+                state, node = self._state()
+                if state in (tpu_nodes.READY, UNKNOWN):
                     raise  # the TPU is there: to delete it is not this program's to decide
         self._hosts.stop()
-        if node is not None and node.get("state") == tpu_nodes.READY:
-            self._node = node  # made again by somebody else
-        elif node is not None and node.get("state") not in tpu_nodes.LOST:
+        if state in (*tpu_nodes.LOST, GONE):
+            lost = self._node | {"state": state}
+            self._node = tpu_control.again(self._api, self._name, lost, self._login, self._seconds)
+        else:  # on its way, or made again by somebody else
             self._node = tpu_control.ensure(self._api, self._name, None, self._login, self._seconds)
-        else:
-            state = str((node or {}).get("state", "gone"))
-            self._node = tpu_control.again(
-                self._api, self._name, self._node | {"state": state}, self._login, self._seconds
-            )
-        return self._hosts.replace(tpu_control.reach(self._api, self._name, self._node, self._login, self._shell))
+        machines = tpu_control.reach(self._api, self._name, self._node, self._login, self._shell)
+        return self._hosts.replace(machines)
 
     def stop(self) -> None:
         self._hosts.stop()

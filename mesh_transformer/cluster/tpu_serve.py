@@ -48,7 +48,7 @@ def prepare(machines: Sequence[Machine], shell: Shell, logs: Path, platform: str
             "as v3-8, v4-8, v5litepod-8 or v6e-8"
         )
     code, packages = code_archive.code(), code_archive.packages(platform)
-    found = remote_setup.probe(shell, machines, code, packages, logs)
+    found = remote_setup.probe(shell, machines, code, logs)
     return remote_setup.prepare(shell, found, code, packages, logs)[0]
 
 
