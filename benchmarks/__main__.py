@@ -12,6 +12,7 @@ SCRIPTS = [
     "generate.py",
     "compile_time.py",
     "zero.py",
+    "pods.py",
     "memory.py",
     "data.py",
     "checkpoint.py",

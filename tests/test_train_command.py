@@ -1,0 +1,96 @@
+"""train.py itself, on two hosts of this machine: what it asks, what it leaves open to others, and how it ends."""
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training_tools import KEYS, ROOT, Run
+
+from mesh_transformer.cluster import host_options
+from mesh_transformer.config import load_config
+from mesh_transformer.errors import ConfigError
+from scripts.soak_pods import below
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
+
+
+def train(run, *more):
+    """The process of train.py, without an input, for two hosts of one device each."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", str(run.folder / "config.json"), "--tpu", "local"]
+    command += ["--hosts", "2", "--devices-per-host", "1", *more]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )  # fmt: skip
+
+
+def listening(pids):
+    """The addresses at which these processes take connections, but not sockets of files."""
+    held = set()
+    for pid in pids:
+        folder = Path(f"/proc/{pid}/fd")
+        try:
+            held |= {os.readlink(each) for each in folder.iterdir()}
+        except OSError:  # ended meanwhile
+            continue
+    found = set()
+    for name, width in (("tcp", 8), ("tcp6", 32)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                words = bytes.fromhex(fields[1].split(":")[0][:width])
+                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                address = socket.inet_ntop(socket.AF_INET if name == "tcp" else socket.AF_INET6, raw)
+                found.add(address.removeprefix("::ffff:"))
+    return found
+
+
+def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, training_data, tmp_path):
+    """C07; and Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone."""
+    run = Run(tmp_path / "run", training_data, cores_per_replica=1, total_steps=4)
+    run.arguments()
+    first = train(run)
+    environment, said = {}, ""
+    end = time.monotonic() + 240
+    while run.lines_so_far() == 0 and first.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    workers = [each for each in below(first.pid) if each.title.startswith("ray::Worker")]
+    everything = below(first.pid)
+    addresses = listening([first.pid, *(each.pid for each in everything)])
+    environment = Path(f"/proc/{workers[0].pid}/environ").read_bytes().decode().split("\0") if workers else []
+    token_file = next(Path(line.partition("=")[2]) for line in environment if line.startswith("RAY_AUTH_TOKEN_PATH="))
+    mode, token = stat.S_IMODE(token_file.stat().st_mode), token_file.read_text()
+    said = first.communicate(timeout=240)[0]
+    assert first.returncode == 0, said[-3000:]
+    assert len(workers) == 2
+    assert "RAY_AUTH_MODE=token" in environment
+    assert mode == 0o600 and len(token) == 64
+    assert not [each for each in everything if token in each.title]
+    assert token not in said and not [line for line in environment if token in line]
+    assert not token_file.exists()
+    own = {socket.gethostbyname(socket.gethostname())}  # at which XLA's own collectives on CPU meet
+    assert addresses and not [each for each in addresses - own if not re.match(r"127\.|::1$", each)], addresses
+
+    refused = train(run, "--new")
+    assert refused.wait(240) == 2
+    assert "There is no terminal to ask on: pass --yes to agree" in refused.communicate()[0]
+    assert run.store.latest() == 4
+    again = train(run, "--new", "--yes")
+    said = again.communicate(timeout=240)[0]
+    assert again.returncode == 0 and "training from scratch" in said, said[-3000:]
+
+
+def test_hosts_that_do_not_fit_the_config_are_refused_before_anything_starts():
+    import train as script
+
+    config = load_config(KEYS | {"name": "n", "model_dir": "m"})
+    options = script.parse(["--config", "c", "--tpu", "local", "--hosts", "3", "--devices-per-host", "2"])
+    with pytest.raises(ConfigError, match="cores_per_replica"):
+        host_options.hosts_of(options, config)
+    with pytest.raises(SystemExit):
+        script.parse(["--config", "c"])
