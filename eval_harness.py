@@ -12,6 +12,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from mesh_transformer.cluster.host_options import add_hosts
+from mesh_transformer.cluster.hosts import HostError
 from mesh_transformer.command_line import (
     add_devices,
     add_version,
@@ -21,7 +23,7 @@ from mesh_transformer.command_line import (
     log_lines,
     positive,
 )
-from mesh_transformer.errors import EXIT_DONE, EXIT_KEYBOARD, MeshTransformerError
+from mesh_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_KEYBOARD, MeshTransformerError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +53,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ftfy", action="store_true", help="clean texts up with ftfy, as the 2021 library did")
     add_devices(parser)
-    return parser.parse_args(arguments)
+    add_hosts(parser, required=False)
+    parser.set_defaults(dry_run=False)
+    options = parser.parse_args(arguments)
+    if (options.tpu or options.hosts_file) and (options.platform or options.devices):
+        parser.error("--platform and --devices are of this machine: leave them out with --tpu or --hosts-file")
+    return options
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -86,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     # Imported after parsing, so that --help and mistakes on the command line show at once.
     with ending_at_once():
+        from mesh_transformer.cluster import harness
         from mesh_transformer.evaluation import command
         from mesh_transformer.evaluation.opening import Source
 
@@ -107,7 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with log_lines():
         try:
-            print(command.evaluate(request)["table"])
+            elsewhere = options.tpu or options.hosts_file
+            print((harness.evaluate(request, options) if elsewhere else command.evaluate(request))["table"])
+        except HostError as error:
+            complain(error)
+            return EXIT_FAILED
         except MeshTransformerError as error:
             return complain(error)
         except KeyboardInterrupt:

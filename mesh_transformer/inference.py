@@ -59,10 +59,10 @@ def choose_steps(config: Config, ckpt: str | None, which: Which, random_init: bo
     chosen = store.resolve(which)
     older = [step for step in store.steps() if step < chosen] if which == "latest" and not strict else []
     paths = [store.path(step) for step in (chosen, *reversed(older))]
-    return _first_good(paths, lambda path: _check(path, config))[1]
+    return first_good(paths, lambda path: _check(path, config))[1]
 
 
-def _first_good(paths: Sequence[str], use: Callable[[str], T]) -> tuple[T, list[str]]:
+def first_good(paths: Sequence[str], use: Callable[[str], T]) -> tuple[T, list[str]]:
     """What `use` gives for the first path that it does not find damaged, and the paths from there on.
 
     Logs a warning for each that is passed over. Raises the first one's DamagedError where all are damaged.
@@ -154,7 +154,7 @@ def load_step(
                 _check(path, config)
             return formats.read_step(path, network.model, mesh, optimizer=False, dtype=dtype)
 
-        network.state, (path, *_) = _first_good(step_dirs, read)
+        network.state, (path, *_) = first_good(step_dirs, read)
         logger.info("weights from %s", path)
         return network, path
     params = jax.tree.map(lambda x: x.astype(dtype), init_params(network.model, mesh, config.run.seed))

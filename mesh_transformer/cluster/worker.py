@@ -53,6 +53,16 @@ class Held:
     parameters: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Inferring:
+    """What weights for inference are; `step_dir` None for random ones."""
+
+    step_dir: str | None
+    compute_dtype: str
+    weights_dtype: str
+    device: str
+
+
 class Worker:
     """One process of the program."""
 
@@ -168,6 +178,17 @@ class Worker:
         self._held.load_ckpt(path, optimizer=optimizer)
         if begin_schedule:
             self._held.state = executor.begin_schedule(self._held)
+
+    def infer(self, number: int, config: Config, step_dirs: Sequence[str]) -> Inferring:
+        """The weights of a step, or random ones, alone and in the compute dtype, as inference has them."""
+        import jax
+
+        from mesh_transformer import inference
+
+        self._in_turn(number)
+        self._network, step_dir = inference.load_step(config, self._held.mesh, step_dirs)
+        dtype = str(jax.tree.leaves(self._held.state.params)[0].dtype)
+        return Inferring(step_dir, str(self._held.model.compute_dtype), dtype, jax.local_devices()[0].device_kind)
 
     def train(self, number: int, batch: Mapping[str, np.ndarray]) -> None:
         """Start an update on the rows of this process's replicas; `result` gives its numbers."""

@@ -9,7 +9,7 @@ from typing import Any
 from mesh_transformer import storage
 from mesh_transformer.config import load_config
 from mesh_transformer.evaluation import report, tasks
-from mesh_transformer.evaluation.opening import Source, open_evaluator
+from mesh_transformer.evaluation.opening import Load, Source, open_evaluator
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,11 @@ class Request:
     output: str | None = None
 
 
-def evaluate(request: Request) -> dict[str, Any]:
-    """Runs the tasks; returns what `report.document` says. Raises MeshTransformerError for what can be corrected."""
+def evaluate(request: Request, load: Load | None = None) -> dict[str, Any]:
+    """Runs the tasks, on a model of `load`; returns what `report.document` says.
+
+    Raises MeshTransformerError for what can be corrected.
+    """
     load_config(
         request.source.config, version=request.source.version
     )  # its mistakes show before anything heavy is imported
@@ -39,7 +42,7 @@ def evaluate(request: Request) -> dict[str, Any]:
             source = dataclasses.replace(source, answers=storage.join(folder, report.ANSWERS))
     tasks.check_harness()
     loaded = tasks.load(specs)
-    opened = open_evaluator(source)
+    opened = open_evaluator(source, load)
     from mesh_transformer.evaluation.harness import MeshTransformerLM
 
     model = MeshTransformerLM(opened.evaluator, opened.about)

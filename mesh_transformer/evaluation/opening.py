@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +12,14 @@ import jax
 from mesh_transformer import completion, inference
 from mesh_transformer.checkpoint.identity import step_hash
 from mesh_transformer.checkpoint.store import Which
-from mesh_transformer.config import load_config
+from mesh_transformer.config import Config, load_config
 from mesh_transformer.config_fields import nearest
+from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.errors import EvaluationError
 from mesh_transformer.evaluation.answers import Answers
 from mesh_transformer.evaluation.evaluator import Evaluator
 from mesh_transformer.evaluation.requests import Encoder, TextOptions
-from mesh_transformer.evaluation.scorer import NetworkScorer
+from mesh_transformer.evaluation.scorer import NetworkScorer, Scorer
 from mesh_transformer.mesh import DP, MP
 
 AUTO = "auto"
@@ -74,26 +75,59 @@ class Opened:
     answers: Answers
 
 
-def open_evaluator(source: Source) -> Opened:
-    """Loads weights and tokenizer. Raises MeshTransformerError for what the user can correct."""
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model that scores, and what is said of it; `step_dir` None for random weights. mesh: its shape."""
+
+    scorer: Scorer
+    step_dir: str | None
+    compute_dtype: str
+    weights_dtype: str
+    mesh: Mapping[str, int]
+    device: str
+
+
+# Makes the model of a config with the weights of the first good one of these steps (none: random ones).
+Load = Callable[[Config, Sequence[str], Tokenizer], Loaded]
+
+
+def load_here(source: Source) -> Load:
+    """On this process's devices."""
+
+    def load(config: Config, step_dirs: Sequence[str], tokenizer: Tokenizer) -> Loaded:
+        mesh = inference.start_mesh(config, source.platform, source.devices)
+        network, step_dir = inference.load_step(config, mesh, step_dirs)
+        shape = {"dp": int(mesh.shape[DP]), "mp": int(mesh.shape[MP])}
+        dtype = str(jax.tree.leaves(network.state.params)[0].dtype)
+        kind = mesh.devices.flat[0].device_kind
+        return Loaded(NetworkScorer(network, tokenizer), step_dir, str(network.model.compute_dtype), dtype, shape, kind)
+
+    return load
+
+
+def open_evaluator(source: Source, load: Load | None = None) -> Opened:
+    """Loads weights and tokenizer, by `load` or on this process's devices.
+
+    Raises MeshTransformerError for what the user can correct.
+    """
     config = load_config(source.config, version=source.version)
     step_dirs = inference.choose_steps(config, source.ckpt, source.ckpt_step, source.random_init, source.strict)
     tokenizer = completion.tokenizer_of(config)
     if step_dirs:
         inference.check_tokenizer(step_dirs[0], config, tokenizer)
     encoder = Encoder(tokenizer, config.model.seq, TextOptions(source.ftfy, source.add_bos_token))
-    mesh = inference.start_mesh(config, source.platform, source.devices)
-    network, step_dir = inference.load_step(config, mesh, step_dirs)
+    loaded = (load or load_here(source))(config, step_dirs, tokenizer)
+    step_dir = loaded.step_dir
     about = {
         "checkpoint": step_dir,
         "checkpoint_hash": step_hash(step_dir) if step_dir is not None else f"random weights, seed {config.run.seed}",
         "config": config.to_dict(),
         "config_file": source.config,
         "tokenizer_hash": tokenizer.hash,
-        "compute_dtype": network.model.compute_dtype,
-        "weights_dtype": str(jax.tree.leaves(network.state.params)[0].dtype),
-        "mesh": {"dp": int(mesh.shape[DP]), "mp": int(mesh.shape[MP])},
-        "device": mesh.devices.flat[0].device_kind,
+        "compute_dtype": loaded.compute_dtype,
+        "weights_dtype": loaded.weights_dtype,
+        "mesh": dict(loaded.mesh),
+        "device": loaded.device,
         "ftfy": source.ftfy,
         "add_bos_token": source.add_bos_token,
         "batch_size": source.batch_size,
@@ -101,7 +135,7 @@ def open_evaluator(source: Source) -> Opened:
     depends = ("checkpoint_hash", "tokenizer_hash", "compute_dtype", "weights_dtype")
     answers = Answers(source.answers, {name: about[name] for name in depends} | {"model": _model(config.to_dict())})
     evaluator = Evaluator(
-        NetworkScorer(network, tokenizer), encoder, answers=answers, progress=sys.stderr,
+        loaded.scorer, encoder, answers=answers, progress=sys.stderr,
         rows=None if source.batch_size == AUTO else int(source.batch_size),
     )  # fmt: skip
     return Opened(evaluator, about, answers)
