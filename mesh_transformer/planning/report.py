@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+from mesh_transformer import parameters
 from mesh_transformer.config import Config
 from mesh_transformer.planning.chips import GIB, Topology, size
 from mesh_transformer.planning.estimate import Estimate, Time, time_of
@@ -19,6 +18,7 @@ def text(config: Config, topology: Topology, estimate: Estimate) -> str:
     lines = [
         config.source or "config",
         f"on                {topology}, as {mesh}; {how}",
+        f"parameters        {parameters.count(config.model, estimate.mp):,}",
         f"{WHAT[estimate.task].split()[0]:<18}{_batch(config, estimate)}",
         "",
         *_memory(topology, estimate),
@@ -117,7 +117,3 @@ def settings(config: Config) -> str:
         f"gradient_accumulation_steps {mesh.gradient_accumulation_steps}, zero_stage {mesh.zero_stage}, "
         f"remat {config.model.remat}"
     )
-
-
-def with_remat(config: Config, remat: str) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))

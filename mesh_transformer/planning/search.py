@@ -57,7 +57,7 @@ def candidates(config: Config, topology: Topology, sequences: int) -> Iterator[C
         for stage in (0, 1, 3) if dp > 1 else (0,):
             keys = {"cores_per_replica": mp, "zero_stage": stage}
             try:
-                meshed = load_config({**flat, **keys})
+                meshed = dataclasses.replace(load_config({**flat, **keys}), source=config.source)
                 check_mesh(meshed, topology.devices)
             except ConfigError:
                 continue  # heads, vocabulary or width cannot be cut so
@@ -115,6 +115,9 @@ def why(loser: Candidate, winner: Candidate) -> str:
             f"needs {size(held.peak)} of {size(loser.topology.chip.usable)}: state {size(held.state)}, copies "
             f"{size(held.copies)}, activations {size(held.activations)}, temporaries {size(held.temporaries)}"
         )
+    if winner.estimate.exact and not loser.estimate.exact:  # like with like
+        worked_out = analytic(winner.config, winner.topology, winner.estimate.remat)
+        winner = dataclasses.replace(winner, estimate=worked_out)
     ours, best = time_of(loser.estimate, loser.topology), time_of(winner.estimate, winner.topology)
     parts = {
         "compute": ours.compute - best.compute, "HBM": ours.memory - best.memory, "ICI": ours.links - best.links,
@@ -125,7 +128,7 @@ def why(loser: Candidate, winner: Candidate) -> str:
     if slower < 0.005:
         return f"as fast, with {size(loser.estimate.peak)} a device"
     return (
-        f"{slower:.0%} slower, {most} by {parts[most] * 1e3:,.0f} ms" if slower > 0 else "faster, by arithmetic alone"
+        f"{slower:.0%} slower, {most} by {parts[most] * 1e3:,.3g} ms" if slower > 0 else "faster, by arithmetic alone"
     )
 
 
