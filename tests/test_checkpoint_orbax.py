@@ -287,27 +287,3 @@ def test_steps_are_found_by_folder_and_by_run(saved):
     with pytest.raises(DamagedError, match="does not exist, or is empty"):
         formats.check(str(saved / "step_7"), CONFIG.model, 4)
     assert orbax_steps.file_names(str(saved / "step_1"))
-
-
-def test_a_chunk_is_written_at_once(tmp_path):
-    """In several parts it would be written several times, and read again between them."""
-    tensorstore = pytest.importorskip("tensorstore")
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}}
-    metadata = {"shape": [7, 12], "chunks": [2, 3], "dtype": "<f4", "compressor": None, "fill_value": None}
-    store = tensorstore.open(spec | {"metadata": metadata}, create=True, open=True).result()
-    parts = []
-
-    class Recording:
-        chunk_layout = store.chunk_layout
-
-        def __getitem__(self, index):
-            parts.append(tuple((each.start, each.stop) for each in index))
-            return store[index]
-
-    values = np.arange(30, dtype=np.float32).reshape(5, 6)
-    arrays = orbax_files.Arrays({"a": Recording()})
-    arrays.write("a", ((2, 7), (3, 9)), values)
-    arrays.finish()
-    rows, columns = [(2, 4), (4, 6), (6, 7)], [(3, 6), (6, 9)]
-    assert parts == [(row, column) for row in rows for column in columns]
-    np.testing.assert_array_equal(store[2:7, 3:9].read().result(), values)

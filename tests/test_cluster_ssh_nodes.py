@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from serving_tools import wait_until
 from ssh_tools import processes, ssh_hosts
 
 from mesh_transformer.cluster import hosts_file
@@ -53,6 +54,7 @@ def in_a_process_of_its_own(work, *arguments, seconds=240):
     assert process.exitcode == 0
 
 
+@pytest.mark.long
 @needs_ray
 def test_ray_nodes_over_ssh_join_end_and_come_back(hosts, tmp_path):
     """And the token is in no command line, log or message: what holds it is one file for this user alone."""
@@ -115,29 +117,57 @@ def story_of_two_nodes(file, homes, logs):
     assert not list(folder.glob("*/.mesh-transformer/r/*/token")), "the token is gone with the session"
 
 
+class Session:
+    """In place of Ray's: a node is a Python program, and all that were started have joined."""
+
+    token = "0" * 64
+
+    def __init__(self, program, joins):
+        self.program, self.joins = program, joins
+
+    def join_command(self, name, address, temp_dir):
+        return JoinCommand(["-c", self.program], {})
+
+    def wait_for(self, names, seconds):
+        time.sleep(seconds)
+        return set() if self.joins else set(names)
+
+    def alive(self):
+        return set()
+
+
+def start_and_wait(file, logs):
+    cluster = SSHHosts(hosts_file.read(str(file)), SSH(), logs, Sizes(per_host=1))
+    cluster.start(Session("import time; time.sleep(1000)", joins=True))
+    (logs / "started").touch()
+    time.sleep(1000)
+
+
+@needs_ray
+def test_a_driver_that_is_killed_leaves_nothing_on_the_hosts(hosts, tmp_path):
+    file = hosts.hosts_file(f"python={sys.executable}", name="killed")
+    driver = multiprocessing.get_context("spawn").Process(target=start_and_wait, args=(file, tmp_path))
+    driver.start()
+    wait_until((tmp_path / "started").exists, 60)
+    mark = f"RAY_AUTH_TOKEN_PATH={hosts.folder}/"
+    assert len(processes(mark)) >= 2
+    driver.kill()
+    driver.join()
+    wait_until(lambda: not processes(mark), 30)
+    wait_until(lambda: not list(hosts.folder.glob("*/.mesh-transformer/r/*/token")), 30)
+
+
 @needs_ray
 def test_a_node_that_cannot_start_says_why(hosts, tmp_path):
 
-    class Session:
-        token = "0" * 64
-
-        def join_command(self, name, address, temp_dir):
-            return JoinCommand(["-c", "import sys; sys.exit('Error: no room for Ray')"], {})
-
-        def wait_for(self, names, seconds):
-            time.sleep(seconds)
-            return set(names)
-
-        def alive(self):
-            return set()
-
+    session = Session("import sys; sys.exit('Error: no room for Ray')", joins=False)
     machines = hosts_file.read(str(hosts.hosts_file(f"python={sys.executable}", name="broken")))
     cluster = SSHHosts(machines[:1], SSH(), tmp_path, Sizes(per_host=1))
     with pytest.raises(HostError, match=r"its Ray node ended with exit code 1: Error: no room for Ray \(log: "):
-        cluster.start(Session())
+        cluster.start(session)
     tpu = SSHHosts(machines[:1], SSH(), tmp_path, Sizes(tpu=True))
     with pytest.raises(HostError, match="it has no TPU chips.*--runtime-version"):
-        tpu.start(Session())
+        tpu.start(session)
 
 
 @needs_ray

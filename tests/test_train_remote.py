@@ -94,7 +94,7 @@ def losses(run):
 
 def compare(run, undisturbed):
     assert set(losses(run)) == set(range(1, STEPS + 1))
-    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-6)
+    assert losses(run) == losses(undisturbed), "to the last bit: between hosts only sums of two numbers are taken"
     assert (run.model_dir / f"step_{STEPS}").is_dir()
 
 
@@ -109,6 +109,7 @@ def end_host(host):
             pass
 
 
+@pytest.mark.long
 def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed, training_data, tmp_path):
     """C07, too: --new --yes asks nothing, and replaces a run that is there."""
     run = Run(tmp_path / "run", training_data, **KEYS)
@@ -144,6 +145,7 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
 
     cloud.on_delete = power_off
     run = Run(tmp_path / "run", training_data, **KEYS, tpu_size=4)
+    restarted = "go on from step"
     environment = cloud.environment(tmp_path) | {tpu_machines.HOME_VARIABLE: str(tmp_path / "mine")}
     driver = Driver(
         run, "--tpu", "pod", "--tpu_region", "us-central2-b", "--tpu_type", "v4-16", "--spot",
@@ -152,6 +154,12 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
     )  # fmt: skip
     try:
         driver.until_step(3)
+        tokens = [path.read_text() for host in hosts.hosts for path in host.home.glob(".mesh-transformer/r/*/token")]
+        assert len(tokens) == 2 and len(tokens[0]) == 64 and tokens[0] == tokens[1]
+        assert not processes(tokens[0]), "the token is on a command line, or in an environment"
+        end_host(hosts.hosts[0])
+        driver.until(lambda: driver.said.count(restarted) == 1, "noticed a lost host")
+        driver.until_step(5)
         cloud.refuse = [("POST", 429, "RESOURCE_EXHAUSTED", "There is no more capacity in the zone")]
         cloud.preempt("pod")
         for host in hosts.hosts:
@@ -162,11 +170,12 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
         cloud.close()
         hosts.remember()
     assert "TPU pod is PREEMPTED" in driver.said and "has no such TPU free now" in driver.said, driver.said
+    assert driver.said.count(restarted) == 2, driver.said
     assert len(gone) == 1 and cloud.nodes["pod"]["id"] != gone[0] and cloud.nodes["pod"]["state"] == "READY"
     assert cloud.nodes["pod"]["schedulingConfig"] == {"spot": True}
     compare(run, undisturbed)
     said = driver.said + "".join(path.read_text() for path in (tmp_path / "mine").rglob("*.log"))
-    assert cloud.tokens and not [token for token in cloud.tokens if token in said]
+    assert cloud.tokens and not [token for token in (*cloud.tokens, tokens[0]) if token in said]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_made(hosts, training_data, tmp_path, monkeypatch, capsys):

@@ -36,6 +36,8 @@ def hosts_of(options: argparse.Namespace, config: Config, out: IO[str] | None = 
     """
     from mesh_transformer.cluster import hosts_file, ssh_hosts, tpu_hosts, tpu_nodes
 
+    if options.hosts is not None:
+        raise ConfigError(f"--hosts {options.hosts} is for --tpu local: others are as many as there are")
     dry = argparse.Namespace(**vars(options) | {"dry_run": out is not None})
     stream, check = out or sys.stdout, checker(config)
     address = DRY_ADDRESS if out is not None else options.driver_address

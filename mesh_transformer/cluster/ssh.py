@@ -201,6 +201,10 @@ def _where(log: Path | None) -> str:
 _ERROR = re.compile(r"error|fatal|failed|denied|no such|not found|cannot|no space|killed|refused|unable", re.IGNORECASE)
 
 
+def speaks_of_error(line: str) -> bool:
+    return bool(_ERROR.search(line))
+
+
 def failing_line(said: str) -> str:
     """The line of a log that tells most about why it ended: the last that speaks of an error, or the last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from mesh_transformer.cluster import code_archive, remote_setup
 from mesh_transformer.cluster.hosts import Host, HostError
 from mesh_transformer.cluster.remote_setup import Ready
-from mesh_transformer.cluster.ssh import Machine, Shell, address_towards, failing_line, lease
+from mesh_transformer.cluster.ssh import (
+    SSH_FAILED,
+    Machine,
+    Shell,
+    address_towards,
+    failing_line,
+    lease,
+    speaks_of_error,
+)
 from mesh_transformer.cluster.tpu_api import Pauses
 from mesh_transformer.errors import ConfigError
 
@@ -197,8 +205,9 @@ class SSHHosts:
         if not node.ended:
             return f"host {name}: its Ray node does not answer (log: {node.log})"
         code = node.process.returncode if node.process else 0
-        what = "the connection to it was lost" if code == 255 else f"its Ray node ended with exit code {code}"
-        return f"host {name}: {what}: {failing_line(said[-4000:])} (log: {node.log})"
+        what = "the connection to it was lost" if code == SSH_FAILED else f"its Ray node ended with exit code {code}"
+        line = failing_line(said[-4000:])
+        return f"host {name}: {what}{': ' + line if speaks_of_error(line) else ''} (log: {node.log})"
 
     def restore(self) -> Sequence[Host]:
         session = self._the_session()
