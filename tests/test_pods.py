@@ -11,6 +11,7 @@ from pod_tools import cluster_of, parent_of, process_of, send, when
 from training_tools import KEYS, Run, equal
 
 from mesh_transformer import load_config
+from mesh_transformer.cluster import crew
 from mesh_transformer.cluster.hosts import HostError
 from mesh_transformer.cluster.pod import Patience
 from mesh_transformer.errors import ConfigError
@@ -109,6 +110,15 @@ def test_faults_without_progress_end_the_run(cluster, training_data, tmp_path):
     with pytest.raises(HostError, match=r"while training \(update .*local-0 .*its process ended.*--max-restarts is 0"):
         cluster.train(run, patience=Patience(0, 8.0))
     thread.join(10)
+
+
+def test_a_host_that_freezes_in_work_without_a_deadline_is_found(cluster, monkeypatch):
+    monkeypatch.setattr(crew, "SILENT_SECONDS", 4.0)
+    pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}))
+    send("SIGSTOP", pod.crew.joined[1].pid)
+    with pytest.raises(HostError, match=r"while drawing: local-1 .*its process does not answer for"):
+        pod.crew.call("ping", operation="drawing")
+    assert not pod.crew.alive
 
 
 def test_a_run_goes_on_on_fewer_hosts(cluster, undisturbed, straight, training_data, tmp_path, capsys):

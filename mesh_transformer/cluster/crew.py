@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 180.0  # for the actors' processes to start and come together
 PING_SECONDS = 5.0  # in which a process that runs answers, whatever its program does
+SILENT_SECONDS = 30.0  # the same where nothing else looks wrong: a busy machine is given time, and asked as seldom
 KILL_SECONDS = 10.0
 CHECK_EVERY = 3.0  # between looks at the hosts while waiting
 POLL_SECONDS = 0.5
@@ -138,7 +139,7 @@ class Crew:
         import jax
         import ray
 
-        started = checked = time.monotonic()
+        started = checked = asked = time.monotonic()
         waiting = list(pending.refs)
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
@@ -160,6 +161,11 @@ class Crew:
                 checked, gone = now, self._gone()
                 if gone is not None:
                     self._fault(pending.operation, {}, gone=gone)
+            if waiting and now - asked > SILENT_SECONDS:
+                # Work without a deadline, such as compiling and saving, must not wait for a frozen host for ever.
+                silent, asked = self._silent({}, SILENT_SECONDS), time.monotonic()
+                if silent:
+                    self._fault(pending.operation, silent)
         found = ray.get(list(pending.refs))
         return found[0] if pending.alone else found
 
@@ -197,7 +203,7 @@ class Crew:
         self.end(frozen=silent)
         raise HostError(self._ended)
 
-    def _silent(self, skip: Mapping[int, str]) -> dict[int, str]:
+    def _silent(self, skip: Mapping[int, str], seconds: float = PING_SECONDS) -> dict[int, str]:
         """The hosts whose processes do not answer, or are gone, and which of both."""
         import ray
 
@@ -205,8 +211,8 @@ class Crew:
         for at, actor in enumerate(self._actors):
             if at not in skip:
                 asked[self._call(actor, "ping")] = at
-        done, late = ray.wait(list(asked), num_returns=len(asked), timeout=PING_SECONDS) if asked else ([], [])
-        found = {asked[ref]: f"its process does not answer for {PING_SECONDS:.0f} s, so it is frozen or cut off"
+        done, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
+        found = {asked[ref]: f"its process does not answer for {seconds:.0f} s, so it is frozen or cut off"
                  for ref in late}  # fmt: skip
         for ref in done:
             try:
