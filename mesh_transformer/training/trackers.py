@@ -58,7 +58,8 @@ class JsonlTracker:
         self._file: IO[str] | None = None
 
     def start(self, step: int) -> None:
-        self.close(0)
+        if self._file is not None:
+            self.close(0)
         local = self.path
         if storage.is_url(self.path):
             self._spool = tempfile.mkdtemp(prefix="metrics-")
