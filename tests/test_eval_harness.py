@@ -14,7 +14,7 @@ from training_tools import Run, counting, make_data
 
 import eval_harness
 from mesh_transformer import load_config
-from mesh_transformer.evaluation import perplexity
+from mesh_transformer.evaluation import perplexity, plugin
 
 HARNESS = find_spec("lm_eval") is not None
 harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed (the extra `evaluation`)")
@@ -99,12 +99,18 @@ def test_options_are_checked(wrong, capsys):
 
 @harness
 @pytest.mark.slow
-def test_the_harness_command_knows_the_model(tmp_path):
+@pytest.mark.parametrize("registered", [False, True])
+def test_the_harness_command_knows_the_model(tmp_path, registered):
     """The name is registered, the model's arguments arrive, and the results are those of eval_harness.py."""
     model = trained()
+    command = ["-m", "mesh_transformer.evaluation"]
+    if registered:  # the harness's command itself, in an environment with what `register` writes
+        plugin.register(str(tmp_path))
+        start = "import site, sys; site.addsitedir(sys.argv.pop(1)); import lm_eval.__main__ as h; h.cli_evaluate()"
+        command = ["-c", start, str(tmp_path)]
     done = subprocess.run(
         [
-            sys.executable, "-m", "mesh_transformer.evaluation", "--model", "mesh_transformer", "--tasks", WORD,
+            sys.executable, *command, "--model", "mesh_transformer", "--tasks", WORD,
             "--batch_size", "auto", "--limit", "6", "--output_path", str(tmp_path / "out"), "--model_args",
             f"config={model.config_file(1)},ckpt={model.step_dir},platform=cpu,devices=1",
         ],
@@ -120,6 +126,17 @@ def test_the_harness_command_knows_the_model(tmp_path):
     assert theirs["config"]["checkpoint_hash"] == ours["model"]["checkpoint_hash"]
     (accuracy,) = (row["value"] for row in ours["metrics"] if row["metric"] == "acc")
     assert theirs["results"]["python_word"]["acc,none"] == accuracy
+
+
+def test_what_makes_lm_eval_know_the_model_can_be_undone(tmp_path):
+    path = plugin.register(str(tmp_path))
+    assert path.read_text().startswith("import ") and path.suffix == ".pth"
+    quick = "import site, sys; site.addsitedir(sys.argv[1]); print('lm_eval' in sys.modules, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", quick, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+    plugin.unregister(str(tmp_path))
+    plugin.unregister(str(tmp_path))
+    assert not path.exists()
 
 
 def test_model_arguments_that_there_are_not():

@@ -136,24 +136,14 @@ class Crew:
         What a host raises for the user to correct is raised here. Anything else ends all processes and raises
         HostError; so does a host of which `check` says that it is gone.
         """
-        import jax
         import ray
 
         started = checked = asked = time.monotonic()
         waiting = list(pending.refs)
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
-            for ref in done:
-                try:
-                    ray.get(ref)
-                except ray.exceptions.RayTaskError as error:
-                    cause = error.cause
-                    exhausted = isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause)
-                    if isinstance(cause, MeshTransformerError) or exhausted:
-                        raise cause from error
-                    self._fault(pending.operation, {self._host_of(pending, ref): _short(cause)}, lives=True)
-                except ray.exceptions.RayError as error:
-                    self._fault(pending.operation, {self._host_of(pending, ref): _died(error)})
+            if waiting:  # one that failed may be why the others do not come
+                self._look_at(done, pending)
             now = time.monotonic()
             if waiting and seconds is not None and now - started > seconds:
                 self._fault(pending.operation, {}, seconds)
@@ -166,8 +156,29 @@ class Crew:
                 silent, asked = self._silent({}, SILENT_SECONDS), time.monotonic()
                 if silent:
                     self._fault(pending.operation, silent)
-        found = ray.get(list(pending.refs))
+        try:
+            found = ray.get(list(pending.refs))  # all at once: one at a time costs a step milliseconds
+        except ray.exceptions.RayError:
+            self._look_at(pending.refs, pending)
+            raise
         return found[0] if pending.alone else found
+
+    def _look_at(self, done: Sequence[Any], pending: Pending) -> None:
+        """Raises for what went wrong in calls that are done, as `results` does."""
+        import jax
+        import ray
+
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                exhausted = isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause)
+                if isinstance(cause, MeshTransformerError) or exhausted:
+                    raise cause from error
+                self._fault(pending.operation, {self._host_of(pending, ref): _short(cause)}, lives=True)
+            except ray.exceptions.RayError as error:
+                self._fault(pending.operation, {self._host_of(pending, ref): _died(error)})
 
     def _gone(self) -> str | None:
         """What the hosts themselves say of those that are gone; they are asked from one thread alone."""

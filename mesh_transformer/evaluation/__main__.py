@@ -4,6 +4,10 @@
 
 The harness finds models of other packages only when they are imported first, which is all that happens here; every
 option is the harness's own (`--help` lists them). `Source` in `opening` lists what --model_args takes.
+
+    python -m mesh_transformer.evaluation register
+
+makes the environment's own `lm_eval` know the model, as `lm_eval --model mesh_transformer ...`; `unregister` undoes it.
 """
 
 from __future__ import annotations
@@ -18,9 +22,15 @@ from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from mesh_transformer.evaluation import tasks
+        from mesh_transformer.evaluation import plugin, tasks
 
         tasks.check_harness()
+        if words == ["register"]:
+            print(f"lm_eval --model {plugin.NAME} works in this environment now, by {plugin.register()}")
+            return EXIT_DONE
+        if words == ["unregister"]:
+            print(f"{plugin.unregister()} is gone")
+            return EXIT_DONE
     except MeshTransformerError as error:
         return complain(error)
     from lm_eval.__main__ import cli_evaluate
