@@ -14,8 +14,9 @@ from checkpoint_tools import assert_states_equal, config_of, host, random_state,
 from conftest import mesh_of
 
 from mesh_transformer import storage
-from mesh_transformer.checkpoint import manifest, meta, npz, retention, shards
+from mesh_transformer.checkpoint import formats, manifest, meta, npz, retention, shards
 from mesh_transformer.checkpoint.damage import DamagedError
+from mesh_transformer.checkpoint.snapshot import snapshot
 from mesh_transformer.checkpoint.store import CheckpointStore, find_step
 from mesh_transformer.errors import CheckpointError, StorageError
 
@@ -147,15 +148,21 @@ def test_a_kill_at_any_instant_leaves_a_loadable_step(tmp_path, monkeypatch, str
     for name in ("mkdir", "remove", "unlink", "rmdir", "replace", "fsync"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     monkeypatch.setattr(storage, "open", counted(open), raising=False)
-    seen, kills = [], 0
+    seen, kills, copied = [], 0, snapshot(states[3])
     for instant in range(0, 10**6, stride):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base, folder)
         store = CheckpointStore(folder, keep_n=1)
         left[0] = instant
         try:
-            details = {"step": 3, "agreement": ONE.agreement(), "aux": {}}
-            store._write(3, shards.snapshot(states[3]), ONE, {}, details)
+            details = {
+                "step": 3,
+                "aux": {},
+                "config": ONE.to_dict(),
+                "agreement": ONE.agreement(),
+                "mesh": {"dp": 1, "mp": 1},
+            }
+            store._write(3, lambda to, about: formats.write_snapshot(to, copied, ONE, about), {}, details)
         except Killed:
             kills += 1
         finished, left[0] = left[0] > 0, -1
