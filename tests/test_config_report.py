@@ -65,7 +65,7 @@ def test_activations_by_hand():
     keys = {"layers": 28, "d_model": 4096, "n_heads": 16, "n_vocab": 50400, "seq": 2048, "per_replica_batch": 1}
     config = load_config({**TINY, **keys, "cores_per_replica": 8, "remat": "full"})
     unit = 2048 * 4096 * 2
-    expected = 28 * unit + unit * (8 + (2 + 2 * 4) // 8) + unit // 4 + 2048 * 1024 * 16 // 8 * 4
+    expected = 28 * unit + unit * 5 + unit * (2 + 5 * 4) // 8
     assert shown(report(config, 8), "activations") == (
         f"about {size(expected, exact=False)} with remat full, in bfloat16; on a CPU twice as much"
     )
