@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
@@ -52,19 +53,22 @@ def listening(pids):
 
 def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, training_data, tmp_path):
     """C07; and Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone."""
-    run = Run(tmp_path / "run", training_data, cores_per_replica=1, total_steps=4)
+    run = Run(tmp_path / "run", training_data, cores_per_replica=1, total_steps=40)
     run.arguments()
     first = train(run)
-    environment, said = {}, ""
     end = time.monotonic() + 240
     while run.lines_so_far() == 0 and first.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
+    first.send_signal(signal.SIGSTOP)  # so that nothing ends while it is looked at
     workers = [each for each in below(first.pid) if each.title.startswith("ray::Worker")]
     everything = below(first.pid)
     addresses = listening([first.pid, *(each.pid for each in everything)])
-    environment = Path(f"/proc/{workers[0].pid}/environ").read_bytes().decode().split("\0") if workers else []
+    # Not a worker's: Ray writes its processes' titles over what /proc shows of their environment.
+    (head,) = (each for each in everything if "mesh_transformer.cluster.ray_head" in each.title)
+    environment = Path(f"/proc/{head.pid}/environ").read_bytes().decode().split("\0")
     token_file = next(Path(line.partition("=")[2]) for line in environment if line.startswith("RAY_AUTH_TOKEN_PATH="))
     mode, token = stat.S_IMODE(token_file.stat().st_mode), token_file.read_text()
+    first.send_signal(signal.SIGCONT)
     said = first.communicate(timeout=240)[0]
     assert first.returncode == 0, said[-3000:]
     assert len(workers) == 2
@@ -79,7 +83,7 @@ def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, traini
     refused = train(run, "--new")
     assert refused.wait(240) == 2
     assert "There is no terminal to ask on: pass --yes to agree" in refused.communicate()[0]
-    assert run.store.latest() == 4
+    assert run.store.latest() == 40
     again = train(run, "--new", "--yes")
     said = again.communicate(timeout=240)[0]
     assert again.returncode == 0 and "training from scratch" in said, said[-3000:]
