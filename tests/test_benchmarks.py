@@ -46,7 +46,7 @@ def test_accelerator_script_stops_at_its_deadline(tmp_path: Path) -> None:
     assert {row["error"] for row in json.loads(output.read_text())["rows"]} == {"no time left before the deadline"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_generation_beside_transformers(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     output = tmp_path / "figures.json"

@@ -214,7 +214,7 @@ def test_the_version_decides_the_network() -> None:
 # Meshes beyond 8 shards and not of powers of two
 
 
-@pytest.mark.parametrize(("dp", "mp", "version"), [(1, 3, 2), (2, 3, 1), (1, 6, 1)])
+@pytest.mark.parametrize(("dp", "mp", "version"), [(1, 3, 2), (2, 3, 1), pytest.param(1, 6, 1, marks=pytest.mark.long)])
 def test_meshes_that_are_no_power_of_two(dp: int, mp: int, version: int) -> None:
     sizes = {"d_model": 48, "n_heads": 6, "n_vocab": 66, "version": version, "per_replica_batch": 2 // dp}
     batch = batch_of(1, 2, 16, vocab=66)

@@ -16,6 +16,8 @@ import tempfile
 import threading
 from typing import Any
 
+TRIES = 2  # a node's start: on a busy machine Ray gives up at times, and the next try is well
+
 
 class Head:
     """A head at `address`, with its nodes by name."""
@@ -41,10 +43,17 @@ class Head:
     def add(self, name: str, resources: dict[str, float]) -> None:
         """Start a node, without waiting until the head knows it."""
         self.remove(name)
-        self._nodes[name] = self._cluster.add_node(
-            wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0, object_store_memory=self._object_store,
-            resources=resources, temp_dir=tempfile.mkdtemp(dir=self._folder), **agent_ports(self._host),
-        )  # fmt: skip
+        for tries in range(TRIES, 0, -1):
+            try:
+                self._nodes[name] = self._cluster.add_node(
+                    wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0,
+                    object_store_memory=self._object_store, resources=resources,
+                    temp_dir=tempfile.mkdtemp(dir=self._folder), **agent_ports(self._host),
+                )  # fmt: skip
+                return
+            except Exception:
+                if tries == 1:
+                    raise
 
     def remove(self, name: str) -> None:
         """End what is left of a node, if anything."""
