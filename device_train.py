@@ -16,11 +16,9 @@ from mesh_transformer.command_line import (
     add_devices,
     add_training,
     check_training,
-    complain,
     ending_at_once,
-    log_lines,
+    exit_of_training,
 )
-from mesh_transformer.errors import EXIT_KEYBOARD, EXIT_NONFINITE, MeshTransformerError, NonFiniteError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,17 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ending_at_once():
         from mesh_transformer.training import local
 
-    with log_lines():
-        try:
-            return local.train(local.Request(**vars(options)), command=["device_train.py", *words])
-        except NonFiniteError as error:
-            complain(error)
-            return EXIT_NONFINITE
-        except MeshTransformerError as error:
-            return complain(error)
-        except KeyboardInterrupt:
-            print("stopped at once; what was saved before stays", file=sys.stderr)
-            return EXIT_KEYBOARD
+    return exit_of_training(lambda: local.train(local.Request(**vars(options)), command=["device_train.py", *words]))
 
 
 if __name__ == "__main__":

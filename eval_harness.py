@@ -21,6 +21,7 @@ from mesh_transformer.command_line import (
     complain,
     ending_at_once,
     log_lines,
+    natural,
     positive,
 )
 from mesh_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_KEYBOARD, MeshTransformerError
@@ -67,12 +68,6 @@ def names(text: str) -> tuple[str, ...]:
     if not found:
         raise argparse.ArgumentTypeError("it names no task")
     return found
-
-
-def natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 0")
-    return int(text)
 
 
 def amount(text: str) -> float:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from mesh_transformer.cluster.host_options import add_hosts
 from mesh_transformer.cluster.hosts import HostError
-from mesh_transformer.command_line import add_training, check_training, complain, ending_at_once, log_lines
-from mesh_transformer.errors import EXIT_FAILED, EXIT_KEYBOARD, EXIT_NONFINITE, MeshTransformerError, NonFiniteError
+from mesh_transformer.command_line import add_training, check_training, complain, ending_at_once, exit_of_training
+from mesh_transformer.errors import EXIT_FAILED
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,20 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ending_at_once():
         from mesh_transformer.cluster import command
 
-    with log_lines():
+    def run() -> int:
         try:
             return command.train(options, command=["train.py", *words])
-        except NonFiniteError as error:
-            complain(error)
-            return EXIT_NONFINITE
         except HostError as error:
             complain(error)
             return EXIT_FAILED
-        except MeshTransformerError as error:
-            return complain(error)
-        except KeyboardInterrupt:
-            print("stopped at once; what was saved before stays", file=sys.stderr)
-            return EXIT_KEYBOARD
+
+    return exit_of_training(run)
 
 
 if __name__ == "__main__":

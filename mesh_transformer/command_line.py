@@ -8,9 +8,9 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from mesh_transformer.errors import EXIT_USER
+from mesh_transformer.errors import EXIT_KEYBOARD, EXIT_NONFINITE, EXIT_USER, MeshTransformerError, NonFiniteError
 
 
 @contextlib.contextmanager
@@ -49,10 +49,32 @@ def complain(error: Exception) -> int:
     return EXIT_USER
 
 
+def exit_of_training(work: Callable[[], int]) -> int:
+    """Trains by `work`, with the log shown; its exit code, or that of what it raises, said in a line."""
+    with log_lines():
+        try:
+            return work()
+        except NonFiniteError as error:
+            complain(error)
+            return EXIT_NONFINITE
+        except MeshTransformerError as error:
+            return complain(error)
+        except KeyboardInterrupt:
+            sys.stderr.write("stopped at once; what was saved before stays\n")
+            return EXIT_KEYBOARD
+
+
 def positive(text: str) -> int:
     """An option's value that is an integer of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 1")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """An option's value that is an integer of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 0")
     return int(text)
 
 

@@ -140,7 +140,15 @@ def test_a_nan_in_one_microbatch_skips_the_step() -> None:
     assert int(net.state.step) == 2
 
 
-@pytest.mark.parametrize(("dtype", "pe"), [("bfloat16", "rotary"), ("float16", "t5")])
+@pytest.mark.parametrize(
+    ("dtype", "pe"),
+    [
+        ("bfloat16", "rotary"),
+        ("float16", "t5"),
+        pytest.param("bfloat16", "t5", marks=pytest.mark.long),
+        pytest.param("float16", "rotary", marks=pytest.mark.long),
+    ],
+)
 def test_16_bit_losses_and_gradients_are_finite(dtype: str, pe: str) -> None:
     net = network_of(1, 2, compute_dtype=dtype, pe=pe)
     big = jax.tree.map(lambda x: x * (6 if dtype == "float16" else 20), net.state.params)  # large scores

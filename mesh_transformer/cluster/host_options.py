@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mesh_transformer.cluster import remote
-from mesh_transformer.command_line import positive
+from mesh_transformer.command_line import natural, positive
 
 if TYPE_CHECKING:
     from mesh_transformer.cluster.hosts import Hosts
@@ -42,13 +42,6 @@ def add_hosts(parser: argparse.ArgumentParser, required: bool = True) -> None:
         help="when a step counts as hanging (default: 20 times the slowest so far, at least 120)",
     )  # fmt: skip
     remote.add_remote(parser)
-
-
-def natural(text: str) -> int:
-    """An option's value that is an integer of at least 0."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 0")
-    return int(text)
 
 
 def seconds(text: str) -> float:
