@@ -217,11 +217,13 @@ def test_norms_of_their_own_stay_with_their_shards(tmp_path):
 
 @pytest.mark.parametrize("moment", ["arrays", "manifest"])
 def test_a_save_that_is_cut_short_leaves_the_step_before(copy, state, monkeypatch, moment):
-    """As a kill would: nothing is tidied up but by the next run."""
+    """As a kill would: nothing is tidied up but by the next run, and nothing is being written any more by then."""
     store = CheckpointStore(copy)
     monkeypatch.setattr(CheckpointStore, "_discard", lambda *_: None)
+    writes = []
 
     def cut(self, *_):
+        writes.extend(future for _, future in getattr(self, "_writing", ()))
         raise StorageError("cut short")
 
     monkeypatch.setattr(*((orbax_files.Arrays, "finish") if moment == "arrays" else (manifest, "write")), cut)
@@ -229,6 +231,7 @@ def test_a_save_that_is_cut_short_leaves_the_step_before(copy, state, monkeypatc
     with pytest.raises(StorageError, match=r"saving failed: cut short; the last complete checkpoint is .*step_2"):
         store.wait()
     monkeypatch.undo()
+    assert bool(writes) == (moment == "arrays") and all(future.done() for future in writes)
     assert retention.is_unfinished(str(copy / "step_3")) and list((copy / "step_3").iterdir())
     store = CheckpointStore(copy)
     with store.hold():

@@ -121,6 +121,12 @@ class Arrays:
         while self._writing:
             self._wait()
 
+    def settle(self) -> None:
+        """Wait for all writes and raise nothing: after a failure, so that none is under way when its files go."""
+        for _, future in self._writing:
+            future.exception()
+        self._writing.clear()
+
     def _wait(self) -> None:
         count, future = self._writing.popleft()
         self._bytes -= count
@@ -189,8 +195,11 @@ def _handler(fill: Callable[[Arrays], None]) -> Any:
                 for new, info in zip(values, infos, strict=True)
             }
             arrays = Arrays({label: await store for label, store in opening.items()})
-            fill(arrays)
-            arrays.finish()
+            try:
+                fill(arrays)
+                arrays.finish()
+            finally:
+                arrays.settle()
             return []
 
     return Handler()
