@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_transformer.command_line import complain, positive
+from mesh_transformer.command_line import complain, natural, positive
 from mesh_transformer.errors import EXIT_DONE, MeshTransformerError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of one update in a search (default: the config's, as it stands)",
     )
     parser.add_argument(
-        "--compile", type=int, default=3, metavar="N", help="with --search: compile the best N (default: 3)"
+        "--compile", type=natural, default=3, metavar="N", help="with --search: compile the best N (default: 3)"
     )
     parser.add_argument("--write", metavar="OUT.json", help="write the config that was planned, or the search's winner")
     options = parser.parse_args(arguments)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config)
         if options.smallest:
             return _smallest(options, config)
-        topology = chips.topology(options.topology or _default_topology(config))
+        topology = chips.topology(_default_topology(config) if options.topology is None else options.topology)
         return _search(options, config, topology) if options.search else _one(options, config, topology)
     except MeshTransformerError as error:
         return complain(error)

@@ -4,7 +4,8 @@ python scripts/plan_docs.py           write them anew
 python scripts/plan_docs.py --check   say what would change, and exit 1 if anything would
 
 A page's prose stands in the page; what lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written here, by
-arithmetic and from what benchmarks/plan_cases.py compiled and benchmarks/plan_ranking.py measured. It takes seconds.
+arithmetic and from what benchmarks/plan_cases.py compiled and benchmarks/plan_ranking.py measured. It takes a
+minute, most of it searches.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -133,31 +133,45 @@ def errors(which: str) -> str:
 def ranking() -> str:
     from benchmarks import plan_ranking
 
-    if not plan_ranking.RESULTS.exists():
-        return "Not measured yet: `python benchmarks/plan_ranking.py`."
-    found = json.loads(plan_ranking.RESULTS.read_text(encoding="utf-8"))
-    ways = found["ways"]
-    fastest = min(way["measured_seconds"] for way in ways)
-    order = sorted(ways, key=lambda way: way["predicted_seconds"])
-    offs = [way["predicted_bytes"] / way["compiled_bytes"] - 1 for way in ways]
-    lines = [
-        f"Rank correlation (Spearman) of predicted and measured step times over {len(ways)} ways: "
-        f"**{plan_ranking.correlation(ways):.2f}**. The way that was predicted to be the fastest takes "
-        f"{order[0]['measured_seconds'] / fastest:.2f} times the fastest one's time. Predicted bytes of a device are "
-        f"{min(offs):+.0%} to {max(offs):+.0%} off the compiled program's. {found['cores']} cores, load "
-        f"{min(found['load'])} to {max(found['load'])} meanwhile, the fastest of {found['rounds']} rounds.",
-        "",
-    ]
+    known = plan_ranking.results()
+    missing = (f"Of the {name} model nothing is measured yet: `python benchmarks/plan_ranking.py --model {name}`."
+               for name in plan_ranking.MODELS if name not in known)  # fmt: skip
+    return "\n\n".join([*(ranked(name, found) for name, found in known.items()), *missing])
+
+
+def ranked(model: str, found: dict[str, Any]) -> str:
+    """The ways to train one of the ranking's models, in the order that was predicted."""
+    from benchmarks import plan_ranking
+
+    ways = [(way, *plan_ranking.predicted(model, way)) for way in found["ways"]]
+    measured = [way["measured_seconds"] for way, *_ in ways]
+    full, plain = (plan_ranking.correlation([each[place] for each in ways], measured) for place in (2, 3))
+    order = sorted(ways, key=lambda each: each[2])
+    offs = [size / way["compiled_bytes"] - 1 for way, size, *_ in ways]
+    ratios = [seconds / way["measured_seconds"] for way, _, seconds, _ in ways]
+    keys = plan_ranking.MODELS[model]
+    says = (
+        f"The {model} model: {keys['layers']} layers of {keys['d_model']}, {keys['seq']} positions, a vocabulary of "
+        f"{keys['n_vocab']:,}. Rank correlation (Spearman) of predicted and measured step times over {len(ways)} ways: "
+        f"**{full:.2f}**; of a plain roofline's, {plain:.2f}. The way that was predicted to be the fastest takes "
+        f"{order[0][0]['measured_seconds'] / min(measured):.2f} times the fastest one's time. Predicted times are "
+        f"{min(ratios):.2f} to {max(ratios):.2f} of the measured ones, predicted bytes of a device {min(offs):+.0%} to "
+        f"{max(offs):+.0%} off the compiled program's. {found['cores']} cores, which write "
+        f"{found['fresh_gb_per_second']} GB/s of fresh memory; the fastest of {found['rounds']} rounds; load "
+        f"{found['load']} when they began, in which the compilation of all ways counts."
+    )
 
     def rows() -> Iterator[str]:
-        for place, way in enumerate(order, 1):
+        for place, (way, size, seconds, roofline) in enumerate(order, 1):
             mp = way["cores_per_replica"]
             yield row(place, f"{plan_ranking.DEVICES // mp} x {mp}", way["gradient_accumulation_steps"], way["remat"],
-                      f"{way['predicted_seconds'] * 1e3:.0f}", f"{way['measured_seconds'] * 1e3:.0f}",
-                      f"{way['predicted_bytes'] / 2**20:.0f}", f"{way['compiled_bytes'] / 2**20:.0f}")  # fmt: skip
+                      f"{seconds * 1e3:.0f}", f"{roofline * 1e3:.0f}", f"{way['measured_seconds'] * 1e3:.0f}",
+                      f"{size / 2**20:.0f}", f"{way['compiled_bytes'] / 2**20:.0f}")  # fmt: skip
 
-    head = "place; dp x mp; accumulation; remat; predicted ms; measured ms; predicted MiB; compiled MiB"
-    return "\n".join([*lines, table(head, rows())])
+    head = (
+        "place; dp x mp; accumulation; remat; predicted ms; plain roofline ms; measured ms; predicted MiB; compiled MiB"
+    )
+    return f"{says}\n\n{table(head, rows())}"
 
 
 def published() -> str:
@@ -264,9 +278,11 @@ def weak(file: str, chip: str, sequences: int) -> str:
     def rows() -> Iterator[str]:
         for name in names:
             topology = chips.topology(name)
-            found = [c for c in search.candidates(config, topology, sequences * topology.devices) if c.fits]
+            ways = list(search.candidates(config, topology, sequences * topology.devices))
+            found = [each for each in ways if each.fits]
             if not found:
-                yield row(name, topology.devices, "does not fit", *["-"] * 6)
+                least = f"at least {chips.size(min(each.estimate.peak for each in ways))} a device"
+                yield row(name, topology.devices, least, *["-"] * 4, "HBM's size", "-")
                 continue
             best = min(found, key=lambda each: each.seconds)
             plan, time, mesh = best.estimate, time_of(best.estimate, topology), best.config.mesh

@@ -10,18 +10,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import network_of
-from training_tools import ROOT, Run
+from hf_tools import hf_tensors, random_tree
+from training_tools import KEYS, ROOT, Run
 
+import train
 from mesh_transformer import load_config, parameters, steps, transformer_shard
+from mesh_transformer.cluster import pod, remote
+from mesh_transformer.cluster.hosts import HostError
 from mesh_transformer.config import Config
-from mesh_transformer.errors import ConfigError
+from mesh_transformer.errors import EXIT_FAILED, ConfigError
 from mesh_transformer.planning import check, chips, exact
 from mesh_transformer.planning import search as searching
 from mesh_transformer.planning.accessed import accessed_bytes
 from mesh_transformer.planning.analytic import analytic
 from mesh_transformer.planning.check import check_memory
-from mesh_transformer.planning.estimate import Estimate
+from mesh_transformer.planning.estimate import Estimate, time_of
 from mesh_transformer.planning.program import collectives, product_flops, stacked_bytes
+from mesh_transformer.training import session
 from scripts import plan
 
 
@@ -30,6 +35,7 @@ from scripts import plan
     [
         ("v3-8", "v3:2x2", 8), ("v4-8", "v4:2x2x1", 4), ("v4-32", "v4:2x2x4", 16), ("v5e-16", "v5e:4x4", 16),
         ("v5litepod-16", "v5e:4x4", 16), ("v5e:4x8", "v5e:4x8", 32), ("gpu:h100x8", "h100:8", 8), ("cpu:8", "cpu:8", 8),
+        ("a100-40gb:16", "a100-40gb:16", 16),
     ],
 )  # fmt: skip
 def test_slices_by_the_names_people_use(name: str, xla: str, devices: int) -> None:
@@ -39,7 +45,13 @@ def test_slices_by_the_names_people_use(name: str, xla: str, devices: int) -> No
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("v9-8", "is not known"), ("v4-9", "powers of two"), ("v4:2x2", "linked in 3 dimensions"), ("h100x", "not known")],
+    [
+        ("v5-8", "nearest to 'v5' is 'v5p'"),
+        ("v5e:32x32", "at most 256 devices"),
+        ("v4-9", "powers of two"),
+        ("v4:2x2", "linked in 3 dimensions"),
+        ("h100x", "not known"),
+    ],
 )
 def test_other_names_are_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -134,11 +146,19 @@ def kept(model: dict[str, Any], remat: str) -> tuple[int, int]:
     return stacked_bytes(step.lower(network.state, batch).compile().as_text(), 3, shapes)
 
 
-def test_what_is_kept_of_the_layers_is_read_from_the_program() -> None:
-    positions, d, mp = 3 * 16, 32, 2
-    assert kept({"per_replica_batch": 3}, "full")[0] == 3 * positions * d * 4
-    saved = d + (4 * d + 4 * d) / mp + 8 / mp  # the stream; q, k, v, attended and hidden; a row's normaliser for a head
-    assert kept({"per_replica_batch": 3}, "dots")[0] == pytest.approx(3 * positions * saved * 4, rel=0.02)
+D, MP = 32, 2
+
+
+@pytest.mark.parametrize(
+    ("remat", "saved"),
+    [
+        # The stream; q, k, v, attended and hidden; a row's normaliser for a head.
+        ("dots", D + (4 * D + 4 * D) / MP + 8 / MP),
+        pytest.param("full", D, marks=pytest.mark.long),
+    ],
+)
+def test_what_is_kept_of_the_layers_is_read_from_the_program(remat: str, saved: float) -> None:
+    assert kept({"per_replica_batch": 3}, remat)[0] == pytest.approx(3 * 3 * 16 * saved * 4, rel=0.02)
 
 
 @pytest.mark.parametrize("task", ["train", "eval", "generate"])
@@ -162,6 +182,22 @@ def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture)
     assert "cannot be split into replicas" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         plan.main([*config, "--task", "eval", "--search"])
+
+
+def test_the_count_of_parameters_is_that_of_hugging_face_and_the_embedding_bias_on_every_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """P01. GPT-J-6B has 6,050,882,784 there."""
+    model = load_config({**KEYS, "model_dir": "m"}).model
+    theirs = sum(tensor.size for tensor in hf_tensors(random_tree(model)).values())
+    run = Run(tmp_path, tmp_path)
+    cases = [(run.arguments(cores_per_replica=mp)[1], "cpu:4", theirs + model.d_model) for mp in (1, 2, 4)]
+    cases += [(str(ROOT / "configs/6B_roto_256.json"), f"v5e-{n}", 6_050_882_784 + 4096) for n in (8, 16)]
+    for file, topology, count in cases:
+        plan.main(["--config", file, "--topology", topology, "--analytic"])
+        out = capsys.readouterr().out
+        assert f"parameters        {count:,}\n" in out
+        assert all(f"\n  {name} " in out for name in ("weights", "moments", "gradients", "activations"))
 
 
 def test_too_large_a_step_is_refused_with_what_would_help(capsys: pytest.CaptureFixture) -> None:
@@ -210,6 +246,20 @@ def test_the_smallest_slice(capsys: pytest.CaptureFixture) -> None:
     assert "the smallest: v5e:2x4" in capsys.readouterr().out
     assert plan.main(["--config", str(ROOT / "configs/175B_v1.json"), "--analytic", "--smallest", "rtx4090"]) in (0, 1)
     assert plan.main([*config, "--smallest", "v9"]) == 2
+    assert "chip 'v9' is not known; the nearest is 'v4'" in capsys.readouterr().err
+
+
+def test_the_cores_of_simulated_devices_do_one_thing_after_the_other() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.json")
+    cpu, gpu = (
+        time_of(analytic(config, chips.topology(name), "dots"), chips.topology(name)) for name in ("cpu:8", "t4x8")
+    )
+    assert cpu.in_turn == cpu.overlapped == cpu.compute + cpu.memory + cpu.links
+    assert gpu.in_turn == max(gpu.compute, gpu.memory) + gpu.links > gpu.overlapped
+    kept = [analytic(config, chips.topology("cpu:8"), remat) for remat in ("none", "dots")]
+    more = (kept[0].peak - kept[1].peak) / chips.CHIPS["cpu"].fresh_bandwidth
+    times = [time_of(each, chips.topology("cpu:8")) for each in kept]
+    assert times[0].memory - times[1].memory == pytest.approx(more), "temporaries are taken anew from the system"
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +281,37 @@ def test_training_asks_the_plan_first(
     monkeypatch: pytest.MonkeyPatch, training_data: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(check, "_machine_memory", lambda: 1_000_000)
+    monkeypatch.setattr(session._Session, "try_out", lambda _: EXIT_FAILED)  # where a dry run begins to compile
     run = Run(tmp_path / "run", training_data)
     assert run("--dry-run") == 2
     assert "a training step takes about" in capsys.readouterr().err
-    assert run("--dry-run", "--no-plan") == 0
+    assert run("--dry-run", "--no-plan") == EXIT_FAILED
+
+
+LARGE = {"layers": 28, "d_model": 4096, "n_heads": 16, "n_vocab": 50400, "pe_rotary_dims": 64}
+
+
+def test_train_py_asks_the_plan_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, training_data: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(pod, "RaySession", refuse_to_start)
+    small, large = Run(tmp_path / "small", training_data), Run(tmp_path / "large", training_data, **LARGE)
+    words = ["--config", small.arguments()[1], "--tpu", "local", "--hosts", "2", "--devices-per-host", "4"]
+    assert train.main(words) == 1, "what fits begins to start"
+    assert "Ray would start here" in capsys.readouterr().err
+    monkeypatch.setattr(check, "_machine_memory", lambda: 1_000_000)
+    assert train.main(words) == 2
+    assert "a training step takes about" in capsys.readouterr().err
+    assert train.main([*words, "--no-plan"]) == 1
+    assert "Ray would start here" in capsys.readouterr().err
+    monkeypatch.setattr(remote, "hosts_of", refuse_to_start)
+    words = ["--config", large.arguments()[1], "--tpu", "pod", "--tpu_region", "z", "--tpu_type", "v2-8"]
+    for more in ([], ["--dry-run"]):  # before a TPU is made, and paid for
+        assert train.main([*words, *more]) == 2
+        assert "of 7.48 GiB that it has" in capsys.readouterr().err
+    assert train.main([*words, "--dry-run", "--no-plan"]) == 1
+    assert "Ray would start here" in capsys.readouterr().err
+
+
+def refuse_to_start(*arguments: object) -> None:
+    raise HostError("Ray would start here")

@@ -22,7 +22,10 @@ def train(options: argparse.Namespace, *, ask: Ask = ask_on_terminal, command: S
     """
     ray_session.check_installed()
     if options.dry_run and options.tpu != host_options.LOCAL:
-        remote.show(options, load_config(options.config, version=options.version), sys.stdout)
+        config, hardware = load_config(options.config, version=options.version), host_options.expected(options)
+        if hardware and not options.no_plan:
+            session.check_hardware(config, hardware)
+        remote.show(options, config, sys.stdout)
         return EXIT_DONE
 
     @contextlib.contextmanager
@@ -31,7 +34,10 @@ def train(options: argparse.Namespace, *, ask: Ask = ask_on_terminal, command: S
         with pod.started(hosts, config, host_options.patience_of(options)) as found:
             yield found
 
-    return session.train(request_of(options), start_devices, ask=ask, command=command, elastic=True)
+    return session.train(
+        request_of(options), start_devices, ask=ask, command=command, elastic=True,
+        expected=host_options.expected(options),
+    )  # fmt: skip
 
 
 def request_of(options: argparse.Namespace) -> Request:

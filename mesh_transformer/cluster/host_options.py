@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mesh_transformer.cluster.hosts import Hosts
     from mesh_transformer.cluster.pod import Patience
     from mesh_transformer.config import Config
+    from mesh_transformer.training.executor import Hardware
 
 LOCAL = "local"
 LOCAL_HOSTS, LOCAL_DEVICES = 2, 4
@@ -64,10 +65,26 @@ def hosts_of(options: argparse.Namespace, config: Config) -> Hosts:
         from mesh_transformer.cluster.local_hosts import LocalHosts
         from mesh_transformer.config import check_mesh
 
-        count, devices = options.hosts or LOCAL_HOSTS, options.devices_per_host or LOCAL_DEVICES
+        count, devices = _local(options)
         check_mesh(config, count * devices)
         return LocalHosts(count, devices)
     return remote.hosts_of(options, config)
+
+
+def expected(options: argparse.Namespace) -> Hardware | None:
+    """The devices that these hosts will have, where the options say so: what can be planned before any host starts."""
+    from mesh_transformer.planning.check import simulated_memory
+    from mesh_transformer.training.executor import Hardware
+
+    if options.tpu != LOCAL:
+        return remote.expected(options)
+    count, devices = _local(options)
+    return Hardware("cpu", count * devices, simulated_memory(count * devices))
+
+
+def _local(options: argparse.Namespace) -> tuple[int, int]:
+    """How many processes of this machine, and simulated devices of each."""
+    return options.hosts or LOCAL_HOSTS, options.devices_per_host or LOCAL_DEVICES
 
 
 def patience_of(options: argparse.Namespace) -> Patience:

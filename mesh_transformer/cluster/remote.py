@@ -14,6 +14,7 @@ from mesh_transformer.errors import ConfigError
 if TYPE_CHECKING:
     from mesh_transformer.cluster.hosts import Hosts
     from mesh_transformer.config import Config
+    from mesh_transformer.training.executor import Hardware
 
 DRY_ADDRESS = "DRIVER"  # what a dry run calls this machine
 
@@ -58,6 +59,21 @@ def hosts_of(options: argparse.Namespace, config: Config, out: IO[str] | None = 
         tpu_options.shell(dry, stream), tpu_options.logs(dry, options.tpu), options.tpu_wait,
         per_host=options.devices_per_host, check=check, address=address,
     )  # fmt: skip
+
+
+def expected(options: argparse.Namespace) -> Hardware | None:
+    """The devices of the TPU that --tpu_type names. Of other hosts none are known before they answer.
+
+    Raises ConfigError for a type that cannot be.
+    """
+    from mesh_transformer.cluster.accelerators import accelerator
+    from mesh_transformer.planning.chips import CHIPS
+    from mesh_transformer.training.executor import Hardware
+
+    kind = accelerator(options.tpu_type) if options.tpu_type and options.devices_per_host is None else None
+    if options.tpu is None or kind is None or kind.devices is None:
+        return None
+    return Hardware(CHIPS[kind.generation].kinds[0], kind.devices)
 
 
 def checker(config: Config) -> Callable[[Sequence[int]], None]:

@@ -33,12 +33,14 @@ class Device(Protocol):
 
 
 def device_memory(device: Device, local: int) -> int | None:
-    """Bytes that a program gets of a device, one of this machine's `local`, as it says itself; None where it does not.
-    A CPU's devices share the machine's memory."""
-    if device.platform == "cpu":
-        memory = _machine_memory()
-        return memory // local if memory else None
-    return (device.memory_stats() or {}).get("bytes_limit")
+    """Bytes that a program gets of a device, one of this machine's `local`, if it says so; else None."""
+    return simulated_memory(local) if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+
+
+def simulated_memory(devices: int) -> int | None:
+    """Bytes that each of `devices` simulated devices of this machine gets: they share its memory."""
+    memory = _machine_memory()
+    return memory // devices if memory else None
 
 
 def check_memory(config: Config, device_kind: str, devices: int, memory: int | None = None) -> None:

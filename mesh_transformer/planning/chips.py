@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 
+from mesh_transformer.config_fields import nearest
 from mesh_transformer.errors import ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -19,7 +20,9 @@ class Chip:
 
     `dims`: of the torus that links chips (0: all to all, through a switch or the host); `devices`: per chip;
     `per_host`: devices; `suffix`: what N in NAME-N counts, units a chip; `largest`: devices of the largest slice that
-    is offered; `kinds`: how JAX's `device_kind` begins.
+    is offered; `kinds`: how JAX's `device_kind` begins. `one_engine`: the same cores multiply, move memory and pass
+    values on, so that nothing overlaps; `fresh_bandwidth`: bytes/s of memory that each step takes anew from the system,
+    which fills it with zeros, where the device keeps no pool of it.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Chip:
     largest: int
     kinds: tuple[str, ...]
     source: str
+    one_engine: bool = False
+    fresh_bandwidth: float = math.inf
 
 
 # What the TPU compiler calls available is from its own message for a program that is too large (libtpu 0.0.42).
@@ -75,16 +80,19 @@ CHIPS = {
         _gpu("h200", 141, 989, 4800, 450, 50, "NVIDIA H200"),
         _gpu("h100pcie", 80, 756, 2000, 64, 25, "NVIDIA H100 PCIe"),
         _gpu("h100", 80, 989, 3350, 450, 50, "NVIDIA H100"),
+        _gpu("a100-40gb", 40, 312, 1555, 300, 25, "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
         _gpu("a100", 80, 312, 2039, 300, 25, "NVIDIA A100"),
         _gpu("a10g", 24, 70, 600, 32, 12, "NVIDIA A10G"),
         _gpu("l40s", 48, 362, 864, 32, 12, "NVIDIA L40S"),
         _gpu("l4", 24, 121, 300, 32, 12, "NVIDIA L4"),
         _gpu("rtx4090", 24, 165, 1008, 32, 1, "NVIDIA GeForce RTX 4090"),
         _gpu("rtx3090", 24, 71, 936, 32, 1, "NVIDIA GeForce RTX 3090"),
+        _gpu("v100-32gb", 32, 125, 900, 150, 12, "Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB"),
         _gpu("v100", 16, 125, 900, 150, 12, "Tesla V100"),
         _gpu("t4", 16, 65, 320, 16, 4, "Tesla T4"),
         Chip("cpu", 4e9, 4e9, 21e9, 0, 5e9, 2e9, 1e9, 0, 1, 1024, 1, 1024, (),
-             "a guess: one of 8 simulated devices of a two-core machine (170 GFLOP/s and 40 GB/s shared out)"),
+             "one of 8 simulated devices of a two-core machine, whose 170 GFLOP/s, 40 GB/s, and 2 GB/s of memory that "
+             "the system hands out page by page, they share", True, 2e9 / 8),
     )
 }  # fmt: skip
 
@@ -132,7 +140,9 @@ def smallest_first(family: str) -> list[Topology]:
     name = family.strip().lower().removeprefix("gpu:")
     chip = CHIPS.get(_ALIASES.get(name, name))
     if chip is None:
-        raise ConfigError(f"chip {family!r} is not known; expected one of {', '.join(CHIPS)}")
+        raise ConfigError(
+            f"chip {family!r} is not known; the nearest is {_nearest(name)!r}; known are {', '.join(CHIPS)}"
+        )
     counts = [2**n for n in range(14) if chip.devices <= 2**n <= chip.largest]
     if not chip.dims:
         return [Topology(chip, count, ()) for count in counts]
@@ -146,22 +156,28 @@ def topology(name: str) -> Topology:
     what is known.
     """
     text = name.strip().lower()
-    flat = re.fullmatch(r"(?:gpu:)?([a-z]+\d*[a-z]*?)(?:[x:-](\d+))?", text)
+    flat = re.fullmatch(r"(?:gpu:)?([a-z]+\d*[a-z]*?(?:-\d+gb)?)(?:[x:-](\d+))?", text)
     if flat and flat.group(1) in CHIPS and not CHIPS[flat.group(1)].dims and flat.group(2) != "0":
         return Topology(CHIPS[flat.group(1)], int(flat.group(2) or 1), ())
     slice_ = re.fullmatch(r"(v\d[a-z]*)(?:-(\d+)|:(\d+(?:x\d+)+))", text)
     chip = CHIPS.get(_ALIASES.get(slice_.group(1), slice_.group(1))) if slice_ else None
     if slice_ is None or chip is None or not chip.dims:
+        family = re.split(r"[:-]|x\d*$", text.removeprefix("gpu:"))[0]
         raise ConfigError(
-            f"topology {name!r} is not known; expected such as v3-8, v4-32, v5e-16, v5p-128, v6e:4x8, gpu:h100x8 or "
-            f"cpu:8 (chips: {', '.join(CHIPS)})"
+            f"topology {name!r} is not known; the chip nearest to {family!r} is {_nearest(family)!r}; expected such as "
+            "v3-8, v4-32, v5e-16, v5p-128, v6e:4x8, gpu:h100x8 or cpu:8"
         )
     if slice_.group(3):
         shape = tuple(int(n) for n in slice_.group(3).split("x"))
         if len(shape) != chip.dims or 0 in shape:
             raise ConfigError(f"topology {name!r}: chips of {chip.name} are linked in {chip.dims} dimensions, e.g. "
                               f"{chip.name}:{'x'.join(map(str, _shape(16, chip.dims)))}")  # fmt: skip
-        return Topology(chip, math.prod(shape) * chip.devices, shape)
+        devices = math.prod(shape) * chip.devices
+        if devices > chip.largest:
+            two = 2 * chip.largest // chip.devices * chip.suffix
+            raise ConfigError(f"topology {name!r}: a slice of {chip.name} has at most {chip.largest} devices; "
+                              f"{chip.name}-{two} is two of those")  # fmt: skip
+        return Topology(chip, devices, shape)
     count = int(slice_.group(2))
     chips = count // chip.suffix
     if count % chip.suffix or chips < 1 or chips & (chips - 1):
@@ -171,6 +187,10 @@ def topology(name: str) -> Topology:
         )
     slices = max(1, chips * chip.devices // chip.largest)
     return Topology(chip, chips * chip.devices, _shape(chips // slices, chip.dims), slices)
+
+
+def _nearest(family: str) -> str:
+    return nearest(family, CHIPS)
 
 
 def _shape(chips: int, dims: int) -> tuple[int, ...]:

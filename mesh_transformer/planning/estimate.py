@@ -51,22 +51,27 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of a step by a roofline: products at peak speed; memory, links and the network at full bandwidth."""
+    """Seconds of a step by a roofline: products at peak speed; memory, links and the network at full bandwidth.
+
+    `one_engine`: the same cores do all of it.
+    """
 
     compute: float
     memory: float
     links: float
     network: float
+    one_engine: bool = False
 
     @property
     def overlapped(self) -> float:
         """Where the slowest hides the others: no step is faster."""
-        return max(self.compute, self.memory, self.links, self.network)
+        parts = (self.compute, self.memory, self.links, self.network)
+        return sum(parts) if self.one_engine else max(parts)
 
     @property
     def in_turn(self) -> float:
         """Where links and network work alone: about what a step takes that overlaps nothing."""
-        return max(self.compute, self.memory) + self.links + self.network
+        return self.overlapped if self.one_engine else max(self.compute, self.memory) + self.links + self.network
 
     @property
     def limit(self) -> str:
@@ -81,7 +86,9 @@ def time_of(estimate: Estimate, topology: Topology) -> Time:
     for each in estimate.traffic:
         over_links, over_network = _seconds(each, topology)
         links, network = links + over_links, network + over_network
-    return Time(estimate.flops / chip.flops, estimate.accessed / chip.memory_bandwidth, links, network)
+    fresh = max(0.0, estimate.peak - estimate.weights - estimate.moments - estimate.cache)
+    memory = estimate.accessed / chip.memory_bandwidth + fresh / chip.fresh_bandwidth
+    return Time(estimate.flops / chip.flops, memory, links, network, chip.one_engine)
 
 
 def _seconds(traffic: Traffic, topology: Topology) -> tuple[float, float]:

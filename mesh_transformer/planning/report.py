@@ -63,11 +63,9 @@ def _traffic(estimate: Estimate) -> list[str]:
     found = sorted(estimate.traffic, key=lambda each: -each.sent)
     rows = [
         f"  {each.kind:<18}over {each.axis:<10} of {each.devices:<4} {each.runs:>6} times {each.bytes:>14,} bytes"
-        for each in found[:8]
+        for each in found
     ]
-    left = found[8:]
-    more = [f"  and {len(left)} smaller ones, {sum(each.sent for each in left):,.0f} bytes in all"] if left else []
-    return ["traffic a device", *rows, *more, ""]
+    return ["traffic a device", *rows, ""]
 
 
 def _times(topology: Topology, estimate: Estimate, time: Time) -> list[str]:

@@ -33,6 +33,10 @@ class Hardware:
     devices: int
     memory: int | None = None
 
+    def same_devices(self, other: Hardware) -> bool:
+        """Whether `other` are as many of the same kind, whatever they say of their memory."""
+        return (self.device_kind, self.devices) == (other.device_kind, other.devices)
+
 
 class TrainData(Protocol):
     """Batches without end, and the position behind the last one handed out."""

@@ -35,7 +35,7 @@ from mesh_transformer.evaluation import in_training
 from mesh_transformer.evaluation.in_training import TaskEvaluation
 from mesh_transformer.planning import check
 from mesh_transformer.training import data_sets, start, trackers
-from mesh_transformer.training.executor import Devices, Machine
+from mesh_transformer.training.executor import Devices, Hardware, Machine
 from mesh_transformer.training.loop import Ending, TrainingLoop
 from mesh_transformer.training.progress import StepProgress, step_progress
 from mesh_transformer.training.run_state import RunState
@@ -81,12 +81,13 @@ def ask_on_terminal(question: str) -> bool:
 
 def train(
     request: Request, start_devices: StartDevices, *, command: Sequence[str], ask: Ask = ask_on_terminal,
-    elastic: bool = False,
+    elastic: bool = False, expected: Hardware | None = None,
 ) -> int:  # fmt: skip
     """Runs what `request` asks for and returns the exit code.
 
     ask: gets the question of --new.  command: what a message tells the user to run again.  elastic: a run that goes on
-    with another dp keeps its sequences a step (see `start.choose`).
+    with another dp keeps its sequences a step (see `start.choose`).  expected: the devices, where they are known before
+    they start, so that what cannot fit them is refused before that.
     Raises MeshTransformerError for what the user can correct, NonFiniteError after `max_skipped` batches.
     """
     with Watchdog() as watchdog, contextlib.ExitStack() as stack:
@@ -100,14 +101,16 @@ def train(
         with watchdog.phase("looking at the data files"):
             records = data_sets.check_data(config)
         stack.callback(records.close)
+        if expected and not request.no_plan:
+            check_hardware(config, expected)
         store = CheckpointStore(config.run.directory, config.run.keep_n, config.run.keep_every, config.run.keep_best)
         with watchdog.phase("looking at model_dir and checkpoints"):
             _check_places(request, config, store)
         devices = stack.enter_context(start_devices(config))
         config = _with_steps(config, records, devices.dp)
-        if not request.no_plan:
-            hardware = devices.hardware
-            check.check_memory(config, hardware.device_kind, hardware.devices, hardware.memory)
+        found = devices.hardware
+        if not request.no_plan and not (expected and found.same_devices(expected)):
+            check_hardware(config, found)
         decide = functools.partial(
             start.choose, store, config, dp=devices.dp, fingerprint=records.fingerprint,
             tokenizer=records.tokenizer_hash, tune_path=request.tune_model_path, new=request.new,
@@ -128,6 +131,11 @@ def train(
             if not ask(question):
                 raise ConfigError(f"--new was not agreed to; the run in {store.model_dir} stays")
         return _Session(request, begin, decide, store, devices, watchdog, command, tasks).run()
+
+
+def check_hardware(config: Config, hardware: Hardware) -> None:
+    """Raises ConfigError where a training step cannot fit, see `planning.check`."""
+    check.check_memory(config, hardware.device_kind, hardware.devices, hardware.memory)
 
 
 def _is_done(begin: Start, store: CheckpointStore, watchdog: Watchdog, strict: bool) -> bool:
