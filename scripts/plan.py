@@ -12,6 +12,7 @@ are worked out. docs/planning.md tells the rest. Exit codes: 0 it fits, 1 it doe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,6 +64,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.task != "train" and (options.search or options.smallest):
         parser.error("--search and --smallest are for --task train")
+    if options.search and options.remat:
+        parser.error("--search tries every remat: leave --remat out")
+    if options.sequences and not options.search:
+        parser.error("--sequences is for --search")
     if options.smallest and options.topology:
         parser.error("--smallest finds the topology: leave --topology out")
     return options
@@ -75,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = load_config(options.config)
+        if options.remat:
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=options.remat))
         if options.smallest:
             return _smallest(options, config)
         topology = chips.topology(_default_topology(config) if options.topology is None else options.topology)
@@ -106,7 +113,7 @@ def _one(options: argparse.Namespace, config: Config, topology: Topology) -> int
     """The plan of the config as it stands."""
     from mesh_transformer.planning import analytic, exact, report
 
-    chosen = options.remat or config.model.remat
+    chosen = config.model.remat
     tried = ("dots", "full") if chosen == "auto" else (chosen,)
     compiles = _compiles(options, topology)
     for remat in tried if options.task == "train" else tried[:1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,10 @@ def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture)
     assert "linked in 3 dimensions" in capsys.readouterr().err
     assert plan.main([*config, "--topology", "gpu:h100x6"]) == 2
     assert "cannot be split into replicas" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        plan.main([*config, "--task", "eval", "--search"])
+    for words in (["--task", "eval", "--search"], ["--search", "--remat", "full"], ["--sequences", "8"],
+                  ["--smallest", "v4", "--topology", "v4-8"], ["--compile", "-1"]):  # fmt: skip
+        with pytest.raises(SystemExit):
+            plan.main([*config, *words])
 
 
 def test_the_count_of_parameters_is_that_of_hugging_face_and_the_embedding_bias_on_every_mesh(
@@ -242,6 +245,8 @@ def test_the_smallest_slice(capsys: pytest.CaptureFixture) -> None:
     config = ["--config", str(ROOT / "configs/6B_roto_256.json"), "--analytic"]
     assert plan.main([*config, "--smallest", "v5e"]) == 0
     assert "the smallest: v5e:2x4" in capsys.readouterr().out
+    assert plan.main([*config, "--smallest", "v5e", "--remat", "none"]) == 1
+    assert re.search("no slice of v5e, .*: remat full; .*a chip with more memory", capsys.readouterr().out)
     assert plan.main([*config, "--smallest", "v5e", "--search"]) == 0
     assert "the smallest: v5e:2x4" in capsys.readouterr().out
     assert plan.main(["--config", str(ROOT / "configs/175B_v1.json"), "--analytic", "--smallest", "rtx4090"]) in (0, 1)

@@ -35,7 +35,7 @@ def text(config: Config, topology: Topology, estimate: Estimate) -> str:
 def _batch(config: Config, estimate: Estimate) -> str:
     mesh, rows = config.mesh, config.mesh.per_replica_batch * estimate.dp
     if estimate.task == "generate":
-        return f"{estimate.tokens:,} rows, each with a cache of {config.model.seq} positions"
+        return f"rows {estimate.tokens:,}, each with a cache of {config.model.seq} positions"
     split = f"{mesh.gradient_accumulation_steps} microbatches x " if estimate.task == "train" else ""
     sequences = rows * (mesh.gradient_accumulation_steps if split else 1)
     return f"{estimate.tokens:,} tokens = {sequences} sequences ({split}{mesh.per_replica_batch} x dp {estimate.dp})"
@@ -86,7 +86,9 @@ def _times(topology: Topology, estimate: Estimate, time: Time) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+    if seconds < 1e-3:
+        return f"{seconds * 1e3:.2g} ms"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 def advice(config: Config, topology: Topology, task: str = "train") -> str:
@@ -103,7 +105,7 @@ def advice(config: Config, topology: Topology, task: str = "train") -> str:
         ways.append("a larger cores_per_replica")
     if mesh.per_replica_batch > 1:
         ways.append("a smaller per_replica_batch" + (" with more gradient_accumulation_steps" * (task == "train")))
-    ways.append("a larger slice")
+    ways.append("a larger slice" if topology.devices < topology.chip.largest else "a chip with more memory")
     return f"what would help: {'; '.join(ways)}"
 
 
