@@ -32,7 +32,7 @@ def bars(plans: Sequence[Plan]) -> str:
             body.append(f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="18" fill="{colour}"/>')
             x += length
         held = f"{estimate.peak / GIB:.1f} of {topology.chip.usable / GIB:.1f} GiB"
-        body.append(text(max(x, left) + 6, y + 13, held, 10))
+        body.append(text(max(x, left + width) + 6, y + 13, held, 10))
     full, bottom = left + width, top + len(plans) * step
     body.append(f'<line x1="{full}" y1="{top - 4}" x2="{full}" y2="{bottom}" stroke="#222" stroke-dasharray="4 3"/>')
     return svg(left + width + 120, bottom + 10, body)

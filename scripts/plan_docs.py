@@ -117,17 +117,19 @@ def errors(which: str) -> str:
     from benchmarks import plan_cases
     from mesh_transformer.planning.chips import GIB
 
-    known, cases = plan_cases.results(), {"fit": plan_cases.FIT, "check": plan_cases.CHECK}[which]
+    known = plan_cases.results()
+    cases = [case for case in {"fit": plan_cases.FIT, "check": plan_cases.CHECK}[which] if case.name in known]
+    worst = [max(map(abs, each)) for each in zip(*(plan_cases.errors(c, known[c.name]) for c in cases), strict=True)]
 
     def rows() -> Iterator[str]:
         for case in cases:
-            if case.name in known:
-                peak, flops, accessed = plan_cases.errors(case, known[case.name])
-                found = known[case.name]
-                yield row(case.name, f"{found['peak'] / GIB:.2f} GiB", f"{peak:+.1%}", f"{found['flops'] / 1e12:.2f}",
+            peak, flops, accessed = plan_cases.errors(case, known[case.name])
+            found = known[case.name]
+            yield row(case.name, f"{found['peak'] / GIB:.2f} GiB", f"{peak:+.1%}", f"{found['flops'] / 1e12:.2f}",
                           f"{flops:+.2%}", f"{accessed:+.0%}", f"{found['seconds']} s")  # fmt: skip
 
-    return table("case; compiled peak; arithmetic; compiled TFLOP; arithmetic; bytes of memory; to compile", rows())
+    head = "case; compiled peak; arithmetic; compiled TFLOP; arithmetic; bytes of memory; to compile"
+    return f"{table(head, rows())}\n\nFurthest off: {worst[0]:.1%} of the peak, {worst[1]:.2%} of the FLOPs."
 
 
 def ranking() -> str:
