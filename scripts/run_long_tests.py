@@ -3,7 +3,8 @@
 python scripts/run_long_tests.py [PYTEST ARGUMENTS]
 
 A test puts a figure into the log with pytest's `record_property("name", value)`. Everything pytest prints is shown as
-it comes. The exit status is pytest's.
+it comes. The exit status is pytest's. Programs are optimized as users' are, which the short tests leave out, unless
+XLA_FLAGS is set.
 """
 
 from __future__ import annotations
@@ -81,9 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         junit = Path(scratch) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "long", "-v", f"--junitxml={junit}", *extra]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        environment = {"XLA_FLAGS": "", **os.environ}
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if junit.exists():
-            print(f"figures written to {write_log(junit, 'make test-long')}")
+            named = f' PYTEST_ARGS="{" ".join(extra)}"' if extra else ""
+            print(f"figures written to {write_log(junit, f'make test-long{named}')}")
     return status
 
 
