@@ -2,15 +2,18 @@
 
 python benchmarks/pods.py [--rounds 12] [--starts 1]
 
-Steps of both alternate, so that what else the machine does meets both; medians are printed, and the ratio of their
-tokens/s, which is to be at least 0.9. Then what a step costs the driver itself, which is to be at most 5 ms: the time
-in which it hands out a step and takes in its numbers when these are there already. Then how long train.py takes from
-its start to the first step, at most 25 s. Exits 1 where a bar is missed.
+Rounds of some steps of both alternate, so that what else the machine does meets both; as in a run, the numbers of a
+step are read while the next one computes, and rows are sent one step ahead. Medians are printed, with the processes'
+CPU time, and the ratio of their tokens/s, which is to be at least 0.9. Then what a step costs the driver itself, which
+is to be at most 5 ms: the time in which it takes a batch, hands it out and takes in the numbers of the step before when
+these are there already. Then how long train.py takes from its start to the first step, at most 25 s. Exits 1 where a
+bar is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -34,44 +37,99 @@ from mesh_transformer.cluster.local_hosts import LocalHosts  # noqa: E402
 from mesh_transformer.cluster.pod import Patience  # noqa: E402
 from mesh_transformer.data.records import RecordWriter  # noqa: E402
 from mesh_transformer.mesh import choose_platform, find_devices  # noqa: E402
+from mesh_transformer.training.executor import Executor, NetworkExecutor, TrainData  # noqa: E402
 from mesh_transformer.transformer_zero import network_of  # noqa: E402
 
 HOSTS, DEVICES = 2, 4
 LEAST_RATIO, MOST_OVERHEAD, MOST_START = 0.9, 0.005, 25.0
 
 
-def alternate(rounds: int) -> tuple[dict[str, list[float]], list[float], int]:
-    """Seconds of each step, alone and on the pod; the driver's own seconds of further ones; tokens of a step."""
+class Repeated:
+    """One batch without end, as training data."""
+
+    def __init__(self, batch: dict[str, np.ndarray]) -> None:
+        self._batch, self.position = batch, {"records": 0}
+
+    def __iter__(self) -> Repeated:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return self._batch
+
+
+def steps_in_a_row(executor: Executor, data: TrainData, count: int) -> None:
+    """As the loop of a run does them: the numbers of each are read while the next one computes."""
+    behind = executor.train(next(data))
+    for _ in range(count - 1):
+        ahead = executor.train(next(data))
+        behind()
+        behind = ahead
+    behind()
+
+
+def own_seconds(executor: Executor, data: TrainData, count: int, pause: float) -> list[float]:
+    """The driver's own time of each step; `pause` is longer than a step takes."""
+    found = []
+    behind = executor.train(next(data))
+    for _ in range(count):
+        time.sleep(pause)  # so that the rows are sent and the step before has its numbers
+        began = time.perf_counter()
+        ahead = executor.train(next(data))
+        sent = time.perf_counter()
+        time.sleep(pause / 4)  # in which the call that brings them comes back
+        back = time.perf_counter()
+        behind()
+        found.append(sent - began + time.perf_counter() - back)
+        behind = ahead
+    behind()
+    return found
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """That these processes have used so far."""
+    ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
+    return sum(int(tick) for both in ticks for tick in both) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclasses.dataclass
+class Measured:
+    """Per step of each, by round: seconds, and CPU seconds of this process and of the hosts'; then the driver's own
+    seconds; tokens of a step."""
+
+    seconds: dict[str, list[float]]
+    cpu: dict[str, list[tuple[float, float]]]
+    own: list[float]
+    tokens: int
+
+
+def alternate(rounds: int, count: int) -> Measured:
     config = load_config(ROOT / "configs/quickstart.json")
     choose_platform("cpu", HOSTS * DEVICES)
     network = network_of(config, make_mesh(config, find_devices("cpu")))
     rows, model = config.mesh.per_replica_batch * 2, config.model
     tokens = np.random.default_rng(0).integers(0, model.n_vocab, (1, rows, model.seq + 1)).astype(np.int32)
     batch = {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
-    seconds: dict[str, list[float]] = {"alone": [], "pod": []}
-    overhead = []
+    store = CheckpointStore(".")
     with pod.started(LocalHosts(HOSTS, DEVICES), config, Patience()) as started:
         machine = started.hold(config)
         machine.draw()
-        executor = machine.executor(CheckpointStore("."), config, {})
-        for number in range(rounds + 1):
-            for name in seconds:
-                began = time.perf_counter()
-                if name == "alone":
-                    jax.device_get(network.train(batch))
-                else:
-                    executor.train(batch)()
-                if number:  # the first compiles
-                    seconds[name].append(time.perf_counter() - began)
+        run: dict[str, tuple[Executor, TrainData]] = {
+            "alone": (NetworkExecutor(network, store, config, {}), Repeated(batch)),
+            "pod": (machine.executor(store, config, {}), machine.feed(Repeated(batch))),
+        }
+        for executor, data in run.values():
+            steps_in_a_row(executor, data, 2)  # the first compiles
+        found = Measured({name: [] for name in run}, {name: [] for name in run}, [], rows * model.seq)
+        pids = [joined.pid for joined in started.crew.joined]
         for _ in range(rounds):
-            began = time.perf_counter()
-            numbers = executor.train(batch)
-            sent = time.perf_counter()
-            time.sleep(2 * max(seconds["pod"]))  # so that they are there
-            back = time.perf_counter()
-            numbers()
-            overhead.append(sent - began + time.perf_counter() - back)
-    return seconds, overhead, rows * model.seq
+            for name, (executor, data) in run.items():
+                cpu, began = (cpu_seconds([os.getpid()]), cpu_seconds(pids)), time.perf_counter()
+                steps_in_a_row(executor, data, count)
+                found.seconds[name].append((time.perf_counter() - began) / count)
+                here, there = cpu_seconds([os.getpid()]) - cpu[0], cpu_seconds(pids) - cpu[1]
+                found.cpu[name].append((here / count, there / count))
+        found.own = own_seconds(*run["pod"], rounds, 2 * max(found.seconds["pod"]))
+    return found
 
 
 def start_seconds(folder: Path) -> float:
@@ -101,19 +159,26 @@ def start_seconds(folder: Path) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each (12)")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds of each (12)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a round (5)")
     parser.add_argument("--starts", type=int, default=1, help="timed starts of train.py (1)")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         starts = [start_seconds(Path(folder)) for _ in range(options.starts)]
-    seconds, overhead, tokens = alternate(options.rounds)
-    alone, both = (statistics.median(seconds[name]) for name in ("alone", "pod"))
-    own, first = statistics.median(overhead), min(starts, default=0.0)
-    print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {load:.1f} before, medians of {options.rounds} steps")
-    print("| | ms a step | tokens/s |\n|---|---|---|")
-    print(f"| one process, {HOSTS * DEVICES} devices | {1000 * alone:.0f} | {tokens / alone:,.0f} |")
-    print(f"| {HOSTS} hosts x {DEVICES} devices through Ray | {1000 * both:.0f} | {tokens / both:,.0f} |")
+    found = alternate(options.rounds, options.steps)
+    alone, both = (statistics.median(found.seconds[name]) for name in ("alone", "pod"))
+    own, first = statistics.median(found.own), min(starts, default=0.0)
+    print(
+        f"jax {jax.__version__}, {os.cpu_count()} cores, load {load:.1f} before, medians of {options.rounds} rounds of "
+        f"{options.steps} steps"
+    )
+    print("| | ms a step | tokens/s | CPU ms a step: driver | hosts |\n|---|---|---|---|---|")
+    names = (f"one process, {HOSTS * DEVICES} devices", f"{HOSTS} hosts x {DEVICES} devices through Ray")
+    for name, label in zip(("alone", "pod"), names, strict=True):
+        seconds = statistics.median(found.seconds[name])
+        here, there = (1000 * statistics.median(column) for column in zip(*found.cpu[name], strict=True))
+        print(f"| {label} | {1000 * seconds:.0f} | {found.tokens / seconds:,.0f} | {here:.0f} | {there:.0f} |")
     print(f"ratio of tokens/s {alone / both:.2f}; the driver's own time a step {1000 * own:.1f} ms; ", end="")
     print(f"from the start of train.py to its first step {first:.1f} s")
     bars = {

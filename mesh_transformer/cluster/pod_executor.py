@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,8 +51,12 @@ class Deadline:
 class Parts(Mapping[str, np.ndarray]):
     """A batch [A, B, S] of which every host's rows are on their way to it already; `refs`: of Ray, by host."""
 
-    def __init__(self, batch: Batch, refs: Sequence[Any], position: Mapping[str, Any]) -> None:
-        self._batch, self.refs, self.position = batch, refs, position
+    def __init__(self, batch: Batch, refs: Future[list[Any]], position: Mapping[str, Any]) -> None:
+        self._batch, self._refs, self.position = batch, refs, position
+
+    @property
+    def refs(self) -> list[Any]:
+        return self._refs.result()
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._batch[name]
@@ -63,12 +69,14 @@ class Parts(Mapping[str, np.ndarray]):
 
 
 class Feed:
-    """Training batches of `data`, cut into the hosts' rows and put into the object store one step ahead."""
+    """Training batches of `data`, cut into the hosts' rows and put into the object store one step ahead, by a thread
+    beside the driver's waiting."""
 
     def __init__(self, data: TrainData, held: Held) -> None:
         self._data, self._held = data, held
         self._ahead: Parts | None = None
         self._position = dict(data.position)
+        self._thread = ThreadPoolExecutor(1, "rows")
 
     @property
     def position(self) -> Mapping[str, Any]:
@@ -92,11 +100,15 @@ class Feed:
                 return
 
     def _fetch(self) -> Parts:
-        import ray
-
         batch = next(self._data)
-        parts = [ray.put({k: rows_of(v, self._held, own, 1) for k, v in batch.items()}) for own in self._held.replicas]
-        return Parts(batch, parts, self._data.position)
+        return Parts(batch, self._thread.submit(put_parts, batch, self._held), self._data.position)
+
+
+def put_parts(batch: Batch, held: Held) -> list[Any]:
+    """Every host's rows in the object store."""
+    import ray
+
+    return [ray.put({name: rows_of(value, held, own, 1) for name, value in batch.items()}) for own in held.replicas]
 
 
 def rows_of(values: np.ndarray, held: Held, replicas: Sequence[int], axis: int) -> np.ndarray:
@@ -104,6 +116,15 @@ def rows_of(values: np.ndarray, held: Held, replicas: Sequence[int], axis: int) 
     rows = values.shape[axis] // held.dp
     parts = [values.take(range(r * rows, (r + 1) * rows), axis) for r in replicas]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+
+
+@dataclasses.dataclass
+class _Started:
+    """The calls that started something on every host, and those that bring what it gives, once there are such."""
+
+    operation: str
+    sent: Pending
+    brought: Pending | None = None
 
 
 class PodExecutor:
@@ -116,28 +137,32 @@ class PodExecutor:
         self._crew, self._held, self._deadline, self._feed = crew, held, deadline, feed
         self._store, self._config, self._agreement = store, config, agreement
         self._started = 0
+        self._latest: _Started | None = None  # the last update, while no call brings its numbers
 
     def train(self, batch: Batch) -> Callable[[], dict[str, float]]:
-        """Start an update; see `Executor`. What its function meets on a host is HostError."""
-        import ray
+        """Start an update; see `Executor`. What its function meets on a host is HostError.
 
-        if isinstance(batch, Parts):
-            parts = batch.refs
-        else:
-            parts = [ray.put({k: rows_of(v, self._held, own, 1) for k, v in batch.items()})
-                     for own in self._held.replicas]  # fmt: skip
+        One call a host and step: it takes the rows, and brings the numbers of the update before.
+        """
+        parts = batch.refs if isinstance(batch, Parts) else put_parts(batch, self._held)
         self._started += 1
         operation = f"training (update {self._started} since this start)"
-        sent = self._crew.submit("train", each=parts, operation=operation)
+        before = self._latest
+        update = _Started(operation, self._crew.submit("train", before is not None, each=parts, operation=operation))
+        if before is not None:
+            before.brought = update.sent
+        self._latest = update
         feed = self._feed()
         if feed is not None:
             feed.send_ahead()
 
         def numbers() -> dict[str, float]:
             began = time.monotonic()
-            found = self._result(sent, operation, self._deadline.seconds)
+            if update.brought is None:  # no update came behind it
+                self._latest = None
+            found = self._result(update, self._deadline.seconds)
             self._deadline.took(time.monotonic() - began)
-            return dict(self._same(found, operation))
+            return dict(self._same(found, update.operation))
 
         return numbers
 
@@ -147,15 +172,16 @@ class PodExecutor:
         parts = [
             {k: rows_of(np.asarray(v), self._held, own, 0) for k, v in batch.items()} for own in self._held.replicas
         ]
-        sent = self._crew.submit("evaluate", each=parts, operation=operation)
-        return lambda: np.asarray(self._result(sent, operation, FIRST_SECONDS, first=True)[0]["all_loss"])
+        sent = _Started(operation, self._crew.submit("evaluate", each=parts, operation=operation))
+        return lambda: np.asarray(self._result(sent, FIRST_SECONDS, first=True)[0]["all_loss"])
 
-    def _result(self, sent: Pending, operation: str, seconds: float, first: bool = False) -> list[Any]:
-        """The results of calls that `sent` started, by host, or those of the first alone."""
-        wanted = self._crew.first_alone() if first else [True] * len(self._crew.hosts)
-        asked = self._crew.submit("result", each=wanted, operation=operation)
-        both = Pending((*sent.refs, *asked.refs), operation)
-        return list(self._crew.results(both, seconds))[len(sent.refs) :]
+    def _result(self, started: _Started, seconds: float, first: bool = False) -> list[Any]:
+        """The results of what was started, by host, or those of the first alone."""
+        if started.brought is None:
+            wanted = self._crew.first_alone() if first else [True] * len(self._crew.hosts)
+            started.brought = self._crew.submit("result", each=wanted, operation=started.operation)
+        both = Pending((*started.sent.refs, *started.brought.refs), started.operation)
+        return list(self._crew.results(both, seconds))[len(started.sent.refs) :]
 
     def _same(self, found: Sequence[Mapping[str, float]], operation: str) -> Mapping[str, float]:
         """What all hosts say. Raises HostError where they do not agree, which only a broken machine explains."""

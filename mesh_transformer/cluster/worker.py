@@ -190,13 +190,17 @@ class Worker:
         dtype = str(jax.tree.leaves(self._held.state.params)[0].dtype)
         return Inferring(step_dir, str(self._held.model.compute_dtype), dtype, jax.local_devices()[0].device_kind)
 
-    def train(self, number: int, batch: Mapping[str, np.ndarray]) -> None:
-        """Start an update on the rows of this process's replicas; `result` gives its numbers."""
+    def train(self, number: int, batch: Mapping[str, np.ndarray], before: bool) -> Any:
+        """Start an update on the rows of this process's replicas; `result` gives its numbers, or the next update.
+
+        before: wait, while this update runs, for what the call before it started, and return that.
+        """
         import jax
 
         self._in_turn(number)
         metrics = self._held.train(batch, self._replicas)
         self._results.append(lambda: {name: float(value) for name, value in jax.device_get(metrics).items()})
+        return self._results.popleft()() if before else None
 
     def evaluate(self, number: int, batch: Mapping[str, np.ndarray], whole: bool = False) -> None:
         """Start an evaluation; `result` gives all losses. `whole`: every process has all rows, of any number."""
