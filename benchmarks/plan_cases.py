@@ -42,11 +42,13 @@ class Case:
     remat: str
     file: str | None = None
     keys: tuple[tuple[str, Any], ...] = ()
+    task: str = "train"
 
     @property
     def name(self) -> str:
         keys = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.keys)
-        return f"{self.file or 'small'} on {self.topology}, remat {self.remat}" + (f", {keys}" if keys else "")
+        how = f"remat {self.remat}" if self.task == "train" else f"to {self.task}"
+        return f"{self.file or 'small'} on {self.topology}, {how}" + (f", {keys}" if keys else "")
 
     def config(self) -> Config:
         from mesh_transformer import load_config
@@ -57,13 +59,13 @@ class Case:
     def analytic(self) -> Estimate:
         from mesh_transformer.planning import analytic, chips
 
-        return analytic.analytic(self.config(), chips.topology(self.topology), self.remat)
+        return analytic.analytic(self.config(), chips.topology(self.topology), self.remat, self.task)
 
     def exact(self, found: dict[str, Any]) -> Estimate:
         """The estimate of what the compiler `found`."""
         from mesh_transformer.planning import chips, exact
 
-        return exact.estimate_of(self.config(), chips.topology(self.topology), self.remat, "train", found)
+        return exact.estimate_of(self.config(), chips.topology(self.topology), self.remat, self.task, found)
 
 
 def small(topology: str, remat: str, mp: int, **keys: Any) -> Case:
@@ -133,7 +135,7 @@ def compile_missing() -> None:
         print(case.name, flush=True)
         began = time.monotonic()
         topology = chips.topology(case.topology)
-        found = exact.compiled(exact.request_of(case.config(), topology, case.remat, "train"))
+        found = exact.compiled(exact.request_of(case.config(), topology, case.remat, case.task))
         keep(case, found, time.monotonic() - began)
 
 

@@ -219,7 +219,8 @@ def scale_plans() -> list[tuple[str, Topology, Estimate, Estimate]]:
         from mesh_transformer.planning import chips
 
         topology = chips.topology(slice_)
-        known = [case for case in (*FIT, *CHECK) if case.file == file and case.topology == topology.name]
+        cases = (case for case in (*FIT, *CHECK) if case.task == "train")
+        known = [case for case in cases if case.file == file and case.topology == topology.name]
         case = known[0] if known else shipped(file, topology.name, "full", **keys)
         _, estimate = plan_of(case)
         found.append((f"{name} on {slice_}", topology, estimate, case.analytic()))

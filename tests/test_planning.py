@@ -50,6 +50,7 @@ def test_slices_by_the_names_people_use(name: str, xla: str, devices: int) -> No
         ("v5-8", "nearest to 'v5' is 'v5p'"),
         ("v5e:32x32", "at most 256 devices"),
         ("v4-9", "powers of two"),
+        ("v5e-2", "from v5e-4 on"),
         ("v4:2x2", "linked in 3 dimensions"),
         ("h100x", "not known"),
     ],

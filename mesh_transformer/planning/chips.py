@@ -131,8 +131,8 @@ class Topology:
 
 
 def size(count: float) -> str:
-    """Bytes in GiB, two places."""
-    return f"{count / GIB:.2f} GiB"
+    """Bytes in GiB, two places; in MiB where that is less than a tenth."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.2f} MiB"
 
 
 def smallest_first(family: str) -> list[Topology]:
@@ -180,10 +180,10 @@ def topology(name: str) -> Topology:
         return Topology(chip, devices, shape)
     count = int(slice_.group(2))
     chips = count // chip.suffix
-    if count % chip.suffix or chips < 1 or chips & (chips - 1):
+    if count % chip.suffix or chips in (0, 2) or chips & (chips - 1):
         raise ConfigError(
             f"topology {name!r}: the number after {chip.name} counts {'cores' if chip.suffix == 2 else 'chips'}, and "
-            f"slices are powers of two, from {chip.name}-{chip.suffix} on"
+            f"slices are {chip.name}-{chip.suffix} and powers of two from {chip.name}-{4 * chip.suffix} on"
         )
     slices = max(1, chips * chip.devices // chip.largest)
     return Topology(chip, chips * chip.devices, _shape(chips // slices, chip.dims), slices)

@@ -68,6 +68,7 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     environment = os.environ | {
         LIBRARY: path, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
         "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1",
+        "XLA_FLAGS": "",  # of this machine's platform, and a TPU's compiler takes some of them
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "mesh_transformer.planning.compiler"], input=json.dumps(request), capture_output=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mesh_transformer import parameters
 from mesh_transformer.config import Config
-from mesh_transformer.planning.chips import GIB, Topology, size
+from mesh_transformer.planning.chips import Topology, size
 from mesh_transformer.planning.estimate import Estimate, Time, time_of
 
 WHAT = {"train": "update", "eval": "batch", "generate": "token of every row"}
@@ -73,7 +73,7 @@ def _times(topology: Topology, estimate: Estimate, time: Time) -> list[str]:
     mfu = [estimate.model_flops / topology.chip.flops / seconds for seconds in (time.in_turn, time.overlapped)]
     parts = [
         ("compute", time.compute, "matrix products at peak speed"),
-        ("HBM", time.memory, f"{estimate.accessed / GIB:.1f} GiB read and written"),
+        ("HBM", time.memory, f"{size(estimate.accessed)} read and written"),
         ("ICI", time.links, "links between devices"),
         ("DCN", time.network, "network between slices or hosts"),
     ]
