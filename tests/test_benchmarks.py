@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from benchmarks import accelerator
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -44,6 +47,38 @@ def test_accelerator_script_stops_at_its_deadline(tmp_path: Path) -> None:
     assert done.returncode == 1, "parity was not measured"
     assert "Traceback" not in done.stderr
     assert {row["error"] for row in json.loads(output.read_text())["rows"]} == {"no time left before the deadline"}
+
+
+CHILD = """
+import json, os, signal, sys, time
+if "--parity" in sys.argv:
+    print(json.dumps({"parity": {"a case": 0.0}}))
+elif "--train" in sys.argv and "125M" in sys.argv:
+    time.sleep(60)
+elif "--decode" in sys.argv and sys.argv[-2:] == ["6B", "16"]:
+    sys.exit("jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes.")
+elif "--decode" in sys.argv and "1.3B" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)  # as the system does that has no memory left
+else:
+    found = {"parameters": 5, "tokens_per_second": 7.0, "mfu": None, "peak_gib": None, "compile_seconds": 1.0}
+    print(json.dumps(found | {"first_ms": 3.0, "peak_gb": 22.5}))
+"""
+
+
+def test_what_does_not_fit_or_ends_is_a_row_of_the_table(tmp_path: Path, monkeypatch, capsys) -> None:
+    """With a script in place of the measurements: training that hangs leaves decoding its time."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(accelerator, "__file__", str(tmp_path / "child.py"))
+    began = time.monotonic()
+    arguments = ["--deadline", "10", "--reserve", "1", "--remats", "dots", "--output", str(tmp_path / "out.json")]
+    assert accelerator.main(arguments) == 0
+    assert time.monotonic() - began < 10
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["rows"][0] == {"size": "125M", "remat": "dots", "error": "stopped at the deadline"}
+    said = capsys.readouterr().out
+    assert "| 125M | 16 | 5 | 7 | 3.0 | 22.50 |" in said and "| 6B | 1 | 5 | 7 | 3.0 | 22.50, above 22.4 |" in said
+    for row in ("1.3B | 1", "1.3B | 16", "6B | 16"):
+        assert f"| {row} | does not fit in memory |" in said
 
 
 @pytest.mark.long

@@ -39,6 +39,12 @@ def test_gpt2_from_its_two_files(tmp_path):
     assert gpt2.hash != tokenizer().hash
 
 
+def test_a_text_longer_than_gpt2s_context_is_nothing_to_warn_of(capfd):
+    """How long a text may be is the model's affair: 1500 tokens of 2048 fit."""
+    assert len(load_tokenizer(str(gpt2_folder())).encode(" a" * 1500)) == 1500
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     "text", ["naïve café — “quoted”", "日本語とひらがな", "🦆👩‍👩‍👧 emoji", "tabs\tand\r\nlines\n\n", " N "]
 )

@@ -75,6 +75,7 @@ def test_a_prompt_is_continued(sample, completer):
     assert sample("--prompt", "def ", "--greedy", "--no-echo")[1] == text.removeprefix("def ")
     drawn = [sample("--prompt", "def ", "--seed", seed)[1] for seed in ("1", "1", "2")]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] == sample("--prompt", "def ", "--seed", "1", "--temp", "0.75", "--top-p", "0.9")[1]
     told = sample("--prompt", "def ")
     seed = told[2].rsplit("seed ", 1)[1].strip()
     assert sample("--prompt", "def ", "--seed", seed)[1] == told[1]

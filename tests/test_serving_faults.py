@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -70,7 +72,7 @@ def faults(tmp_path_factory):
 def faulty(served_model, faults):
     with serving(
         served_model, "--timeout", "4", "--api-key", "first-key", "--api-key", "second-key", "--cors-origin", "*",
-        "--drain", "30", program="tests/faulty_server.py", env={"FAULTS": str(faults)},
+        "--drain", "30", "--max-tokens", "300", program="tests/faulty_server.py", env={"FAULTS": str(faults)},
     ) as server:  # fmt: skip
         yield server
 
@@ -154,6 +156,37 @@ def test_a_stream_that_fails_ends_with_an_error_event(faulty, faults):
         (faults / "slow").unlink()
 
 
+@pytest.mark.long
+def test_a_hundred_steps_that_raise_under_load(faulty, faults, record_property):
+    """Each answer is its request's own right text, or 500; none is missing, and nothing stays behind."""
+    expected = [ask(faulty, seed=seed).json()["choices"] for seed in range(MAX_BATCH)]
+    before, memory = faulty.metric("engine_failures_total"), faulty.resident
+    statuses: Counter[int] = Counter()
+    ended = threading.Event()
+
+    def client(seed):
+        while not ended.is_set():
+            reply = ask(faulty, seed=seed)
+            assert (reply.json()["choices"] == expected[seed]) if reply.status_code == 200 else error_of(reply, 500)
+            statuses[reply.status_code] += 1
+
+    def break_steps():
+        try:
+            for _ in range(100):
+                answered = statuses[200]
+                (faults / "raise").touch()
+                wait_until(lambda: not (faults / "raise").exists() and statuses[200] > answered)  # noqa: B023
+        finally:
+            ended.set()
+
+    in_parallel(break_steps, *[lambda seed=seed: client(seed) for seed in range(MAX_BATCH)])
+    assert faulty.metric("engine_failures_total") - before == 100 <= statuses[500]
+    wait_until(lambda: idle(faulty))
+    record_property("statuses", json.dumps(statuses, sort_keys=True))
+    record_property("grown_mib", f"{faulty.resident - memory:.1f}")
+    assert faulty.resident - memory < 30
+
+
 def test_an_answer_that_takes_too_long_is_given_up(faulty, faults):
     (faults / "slow").touch()
     try:
@@ -184,6 +217,13 @@ def test_a_wrong_key_is_refused_wherever_work_is_done(faulty, header):
             assert error_of(reply, 401)["code"] == "invalid_api_key"
             assert reply.headers["www-authenticate"] == "Bearer" and "access-control-allow-origin" in reply.headers
         assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_complete_gives_256_tokens_where_the_server_allows_as_many(faulty):
+    """The 2021 library's number; a greedy text of this model goes on for ever."""
+    before = faulty.metric("generated_tokens_total")
+    assert faulty.client(headers=KEY).post("/complete", json={"context": "def ", "temp": 0}).status_code == 200
+    assert faulty.metric("generated_tokens_total") - before == 256
 
 
 def test_each_of_several_keys_opens(faulty):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 
 import httpx
 import pytest
 from serving_tools import MAX_TOKENS
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
+from scripts import photograph_page
+from scripts.photograph_page import fill, point_at, settled
 
 
 def test_the_page_loads_nothing_from_elsewhere(server):
@@ -24,39 +22,15 @@ def test_the_page_loads_nothing_from_elsewhere(server):
 
 @pytest.fixture(scope="module")
 def browser():
-    if BROWSER is None or DRIVER is None:
+    found = photograph_page.found_browser()
+    if found is None:
         pytest.skip("no chromium with chromedriver on this machine (apt-get install chromium chromium-driver)")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1100,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver = photograph_page.start_browser(*found)
     yield driver
     driver.quit()
 
 
-def settled(browser, *ends):
-    """The status line once it begins with one of these words."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    status = browser.find_element("id", "status")
-    WebDriverWait(browser, 30).until(lambda _: any(end in status.text for end in ends))
-    return status.text
-
-
-def fill(browser, **fields):
-    for name, value in fields.items():
-        element = browser.find_element("id", name)
-        element.clear()
-        element.send_keys(value)
-
-
 def test_the_page_streams_stops_and_shows_probabilities(server, browser):
-    from selenium.webdriver.common.action_chains import ActionChains
-
     browser.get(server.url + "/")
     fill(browser, prompt="def <b>x</b> ", max_tokens="30", temperature="1", top_p="1", seed="7", top_k="")
     browser.find_element("id", "go").click()
@@ -69,13 +43,10 @@ def test_the_page_streams_stops_and_shows_probabilities(server, browser):
     assert shown == "def <b>x</b> " + expected["text"], "as text, whatever it holds"
     tokens = browser.find_elements("css selector", "#output .token")
     assert len(tokens) > 3
-    ActionChains(browser).move_to_element(tokens[1]).perform()
+    point_at(browser, tokens[1])
     tip = browser.find_element("id", "tip")
     assert tip.is_displayed() and tip.text.count("%") in (5, 6), tip.text
     assert tokens[1].get_attribute("data-probability") in tip.text
-    keep = os.environ.get("KEEP_SCREENSHOT")
-    if keep:
-        browser.save_screenshot(keep)
 
     fill(browser, max_tokens=str(MAX_TOKENS), seed="8")
     browser.execute_script("document.getElementById('go').click(); document.getElementById('stop').click()")
@@ -85,3 +56,15 @@ def test_the_page_streams_stops_and_shows_probabilities(server, browser):
     assert "max_tokens" in settled(browser, "limit of")
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert not [entry for entry in severe if "400" not in entry["message"]], severe
+
+
+def test_a_picture_of_the_page(server, browser, tmp_path):
+    shown = photograph_page.photograph(browser, server.url, str(tmp_path / "page.png"), "def ", "8", "1")
+    assert shown.startswith("def") and (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert browser.find_element("id", "tip").is_displayed()
+
+
+def test_without_a_browser_no_picture_is_taken(monkeypatch, capsys):
+    monkeypatch.setattr(photograph_page, "BROWSERS", ("no-such-browser",))
+    assert photograph_page.main(["http://127.0.0.1:1"]) == 2
+    assert "no browser (no-such-browser) with chromedriver is installed" in capsys.readouterr().err

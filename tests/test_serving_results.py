@@ -19,7 +19,7 @@ from mesh_transformer.answer import Completion
 from mesh_transformer.completion import Completer, Options, tokenizer_of
 from mesh_transformer.errors import ConfigError
 from mesh_transformer.serving.batch import Batch, Output
-from mesh_transformer.serving.engine import Engine, State
+from mesh_transformer.serving.engine import TOKENS_A_TURN, Engine, State
 from mesh_transformer.serving.job import Job
 from mesh_transformer.serving.limits import Limits
 from mesh_transformer.serving.metrics import Metrics
@@ -158,6 +158,46 @@ def test_options_that_do_not_fit_are_their_own_requests_fault():
     refused, answered = sorted((events.get(timeout=30) for _ in range(2)), key=lambda event: event.index)
     assert refused.error.status == 400 and "does not fit" in refused.error.message
     assert answered.completion.text == "x" and engine.stop() and engine.idle
+
+
+def test_everyone_gets_a_token_between_two_chunks_of_a_newcomers_prompt():
+    calls = []
+
+    class Chunked:
+        """A token of a prompt is a chunk; every text ends with the first token behind the last chunk."""
+
+        def __init__(self):
+            self.rows, self.unread = [], 0
+
+        @property
+        def reading(self):
+            return self.unread > 0
+
+        def begin(self, row, prompt, options, echo=False):
+            self.rows.append(row)
+            self.unread += len(prompt)
+
+        def read(self):
+            calls.append("read")
+            self.unread -= 1
+            return []
+
+        def decode(self, count):
+            calls.append(count)
+            return [Output(row, Completion("x", 1, None if self.reading else "stop"), False) for row in self.rows]
+
+        def release(self, rows):
+            self.rows = [row for row in self.rows if row not in rows]
+
+    engine, events = Engine(Limits(max_batch=2), Metrics()), queue.Queue()
+    engine.start(Chunked)
+    wait_until(lambda: engine.state is State.READY)
+    engine.submit(
+        [Job([1] * chunks, Options(max_tokens=9), "client", i, events.put) for i, chunks in enumerate((1, 5))]
+    )
+    wait_until(lambda: engine.idle)
+    assert engine.stop() and calls == ["read", 1] * 5 + ["read", TOKENS_A_TURN]
+    assert Counter(events.get().index for _ in range(events.qsize())) == {0: 6, 1: 6}
 
 
 def test_the_queue_takes_clients_in_turn_and_each_in_its_order():
