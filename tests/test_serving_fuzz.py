@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import random
 
@@ -20,7 +22,7 @@ MODES = {"valid": schemathesis.GenerationMode.POSITIVE, "broken": schemathesis.G
 
 
 def fuzz(server, count):
-    """`count` requests over all operations and both modes; returns how many had each status."""
+    """`count` requests or a few more over all operations and both modes; returns how many had each status."""
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
     schema.config.max_stream_events = 10_000  # by itself it hangs up on a stream after twenty
     operations = [result.ok() for result in schema.get_all_operations()]
@@ -28,20 +30,21 @@ def fuzz(server, count):
     # Most of them to where there is most to go wrong.
     weights = {"/v1/completions": 5, "/complete": 3}
     shares = [weights.get(operation.path, 0.5) for operation in operations]
-    works = [
-        (operation, mode, max(1, round(count * share / sum(shares) / len(MODES) / THREADS)))
-        for operation, share in zip(operations, shares, strict=True)
-        for mode in MODES.values()
-    ]
     seen: dict[int, int] = {}
 
-    def run(seed):
-        for operation, mode, examples in works:
-            if operation.method.upper() == "GET":
-                mode = schemathesis.GenerationMode.POSITIVE  # nothing of these can be wrong
-            _ask(operation, mode, examples, seed, seen)
+    def run(seed, missing):
+        for operation, share in zip(operations, shares, strict=True):
+            for mode in MODES.values():
+                if operation.method.upper() == "GET":
+                    mode = schemathesis.GenerationMode.POSITIVE  # nothing of these can be wrong
+                examples = max(1, round(missing * share / sum(shares) / len(MODES) / THREADS))
+                _ask(operation, mode, examples, seed, seen)
 
-    in_parallel(*[lambda seed=seed: run(seed) for seed in range(THREADS)], seconds=3600)
+    seeds = itertools.count()
+    # The tool ends early where it finds nothing new to ask, so that one round may give fewer than it was told to.
+    while (missing := count - sum(seen.values())) > 0:
+        works = [functools.partial(run, next(seeds), missing) for _ in range(THREADS)]
+        in_parallel(*works, seconds=3600)
     return seen
 
 
@@ -101,7 +104,7 @@ def test_ten_thousand_made_up_requests(server, record_property):
     record_property("requests", sum(seen.values()))
     record_property("statuses", json.dumps(seen, sort_keys=True))
     record_property("grown_mib", f"{server.resident - memory:.1f}")
-    assert sum(seen.values()) >= 0.95 * LONG and seen[200] > 1000 and seen[400] > 1000
+    assert sum(seen.values()) >= LONG and seen[200] > 1000 and seen[400] > 1000
     check_after(server)
     assert server.complete(context="def ", seed=1) == before
     assert server.open_files <= files + 2 and server.resident - memory < 60
