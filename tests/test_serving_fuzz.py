@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from serving_tools import in_parallel, wait_until
 from test_serving_faults import disconnects, idle
 
-SHORT, LONG = 250, 10_000
+SHORT, LONG = 200, 10_000
 THREADS = 4
 MODES = {"valid": schemathesis.GenerationMode.POSITIVE, "broken": schemathesis.GenerationMode.NEGATIVE}
 
