@@ -106,6 +106,7 @@ def train(
         store = CheckpointStore(config.run.directory, config.run.keep_n, config.run.keep_every, config.run.keep_best)
         with watchdog.phase("looking at model_dir and checkpoints"):
             _check_places(request, config, store)
+        agreed = _agree(request, store, ask)  # before devices start, which on a pod takes minutes, and money
         devices = stack.enter_context(start_devices(config))
         config = _with_steps(config, records, devices.dp)
         found = devices.hardware
@@ -126,16 +127,23 @@ def train(
             begin = decide()
             if _is_done(begin, store, watchdog, request.strict):
                 return EXIT_DONE
-        if request.new and store.latest() is not None and not request.yes:
-            question = f"Delete the run at step {store.latest()} in {store.model_dir} and start over?"
-            if not ask(question):
-                raise ConfigError(f"--new was not agreed to; the run in {store.model_dir} stays")
+        if store.latest() != agreed:
+            _agree(request, store, ask)
         return _Session(request, begin, decide, store, devices, watchdog, command, tasks).run()
 
 
 def check_hardware(config: Config, hardware: Hardware) -> None:
     """Raises ConfigError where a training step cannot fit, see `planning.check`."""
     check.check_memory(config, hardware.device_kind, hardware.devices, hardware.memory)
+
+
+def _agree(request: Request, store: CheckpointStore, ask: Ask) -> int | None:
+    """Asks, where --new would delete a run. The step of the run that is there. Raises ConfigError for a no."""
+    latest = store.latest()
+    if request.new and latest is not None and not request.yes and not request.dry_run:
+        if not ask(f"Delete the run at step {latest} in {store.model_dir} and start over?"):
+            raise ConfigError(f"--new was not agreed to; the run in {store.model_dir} stays")
+    return latest
 
 
 def _is_done(begin: Start, store: CheckpointStore, watchdog: Watchdog, strict: bool) -> bool:
