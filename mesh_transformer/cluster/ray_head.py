@@ -31,6 +31,7 @@ class Head:
             initialize_head=True, shutdown_at_exit=False,
             head_node_args={
                 "node_ip_address": address, "num_cpus": 0, "include_dashboard": False, "include_log_monitor": False,
+                "no_monitor": True,  # of the autoscaler, which has nothing to do
                 "object_store_memory": object_store, **agent_ports(address),
             },
         )  # fmt: skip

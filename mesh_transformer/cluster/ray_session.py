@@ -41,6 +41,7 @@ SETTINGS = {
     "RAY_enable_metrics_collection": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what Ray would print of other processes into the driver's own output
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # as device_train.py is; Ray's own 15 would wait for whatever else a machine does
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
@@ -225,6 +226,7 @@ class RaySession:
         arguments = [
             "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.address}",
             f"--node-ip-address={address}", f"--temp-dir={temp_dir}", "--disable-usage-stats", "--num-cpus=1",
+            "--include-log-monitor=false",  # nobody reads what it would send
             f"--object-store-memory={OBJECT_STORE}", f"--resources={json.dumps(resources(name))}",
         ]  # fmt: skip
         return JoinCommand(arguments, SETTINGS | {ONE_MACHINE: "1"})
