@@ -3,9 +3,10 @@
     python scripts/soak_pods.py --steps 300
 
 Every 20 to 40 steps one thing happens to a pod of two hosts on this machine: a host's process is killed or frozen, a
-host's Ray node is killed or frozen, or the driver is killed and started again; where the user may make network
-namespaces, a host's network is cut too. Passes (exit code 0) if the run ends, its final checkpoint's files are the same
-byte for byte as an undisturbed run's, and so are the metrics of every step.
+host's Ray node is killed or frozen, the driver is killed and started again, or a host's network is cut until the driver
+has met that. For the last, hosts are machines in network namespaces that ssh reaches, which only the superuser makes;
+without it they are processes of this machine. Passes (exit code 0) if the run ends, its final checkpoint's files are
+the same byte for byte as an undisturbed run's, and so are the metrics of every step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mesh_transformer.cluster.tpu_machines import HOME_VARIABLE  # noqa: E402
 from scripts import kill_test  # noqa: E402
 from scripts.kill_test import FailedError, Run  # noqa: E402
+from scripts.soaking import sshd_hosts  # noqa: E402
+from scripts.soaking.places import Place, Process, place  # noqa: E402
 
-KINDS = ("process killed", "process frozen", "node killed", "node frozen", "driver killed")
+DRIVER, CUT = "driver killed", "network cut"
+KINDS = ("process killed", "process frozen", "node killed", "node frozen", DRIVER, CUT)
 DEADLINE = 600.0  # seconds without a new step before the run counts as hanging
 
 
@@ -39,53 +44,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="length of the run (300)")
     parser.add_argument("--least", type=int, default=20, help="steps between two faults, at least (20)")
     parser.add_argument("--most", type=int, default=40, help="and at most (40)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="what may happen, with commas between (all)")
+    parser.add_argument("--kinds", help="what may happen, with commas between (all that this machine can make)")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--devices-per-host", type=int, default=2)
     parser.add_argument("--step-deadline", type=float, default=10.0, help="seconds; what finds a frozen process (10)")
+    parser.add_argument(
+        "--alone", action="store_true", help="the undisturbed run is device_train.py's, on the same mesh in one process"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
     parser.add_argument("--folder", help="where to work (default: a temporary folder, removed if all is well)")
     options = parser.parse_args(arguments)
-    options.kinds = [kind.strip() for kind in options.kinds.split(",")]
+    options.kinds = [kind.strip() for kind in (options.kinds or ",".join(KINDS)).split(",")]
     unknown = sorted(set(options.kinds) - set(KINDS))
     if unknown:
         parser.error(f"--kinds: {', '.join(unknown)} is unknown; there are {', '.join(KINDS)}")
+    why_not = sshd_hosts.why_no_namespaces() if CUT in options.kinds else None
+    if why_not is not None:
+        print(f"{CUT} is left out: {why_not}", flush=True)
+        options.kinds.remove(CUT)
+    if not options.kinds:
+        parser.error("--kinds: nothing is left that can happen here")
     return options
-
-
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """What /proc says of one."""
-
-    pid: int
-    parent: int
-    title: str
-
-
-def processes() -> list[Process]:
-    """All of this machine."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-                title = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:  # it has ended meanwhile
-                continue
-            found.append(Process(int(entry), parent, title))
-    return found
-
-
-def below(root: int) -> list[Process]:
-    """The descendants of a process."""
-    everything, found, reached = processes(), [], {root}
-    grown = True
-    while grown:
-        new = [each for each in everything if each.parent in reached and each.pid not in reached]
-        found += new
-        reached |= {each.pid for each in new}
-        grown = bool(new)
-    return found
 
 
 @dataclasses.dataclass
@@ -94,16 +73,17 @@ class Driver:
 
     run: Run
     options: argparse.Namespace
+    place: Place
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         options = self.options
         command = [sys.executable, str(ROOT / "train.py"), "--config", str(self.run.folder / "config.json")]
-        command += ["--tpu", "local", "--hosts", str(options.hosts)]
-        command += ["--devices-per-host", str(options.devices_per_host), "--strict"]
+        command += [*self.place.words, "--devices-per-host", str(options.devices_per_host), "--strict"]
         command += ["--step-deadline", str(options.step_deadline)]
+        environment = os.environ | {HOME_VARIABLE: str(self.run.folder / "home")}
         with (self.run.folder / "log.txt").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     @property
     def pid(self) -> int:
@@ -124,45 +104,65 @@ class Driver:
             time.sleep(0.02)
         return True
 
+    def _said(self, words: str) -> int:
+        return (self.run.folder / "log.txt").read_text(errors="replace").count(words)
+
     def starts(self) -> int:
         """How often the run has begun or gone on."""
-        return (self.run.folder / "log.txt").read_text(errors="replace").count("compiling the training step")
+        return self._said("compiling the training step")
+
+    def met(self) -> int:
+        """How many faults the drivers have met."""
+        return self._said("All processes were ended")
 
     def workers(self) -> list[Process]:
         """The hosts' processes that train."""
-        return [each for each in below(self.pid) if each.title.startswith("ray::Worker")]
+        return [each for each in self.place.processes(self.pid) if each.title.startswith("ray::Worker")]
 
     def nodes(self) -> list[Process]:
         """The hosts' Ray nodes: those with such a process."""
         parents = {worker.parent for worker in self.workers()}
-        return [each for each in below(self.pid) if each.pid in parents]
+        return [each for each in self.place.processes(self.pid) if each.pid in parents]
 
 
 def break_one(driver: Driver, kind: str, rng: random.Random) -> None:
-    """Let one thing happen, now."""
-    if kind == "driver killed":
+    """Let one thing happen, now, and wait until the driver, or the next one, has met it. Raises FailedError."""
+    if kind == DRIVER:
         os.kill(driver.pid, signal.SIGKILL)
         assert driver.process is not None  # noqa: S101
         driver.process.wait()
         driver.start()
+        return
+    met = driver.met()
+    if kind == CUT:
+        host = rng.randrange(driver.options.hosts)
+        driver.place.cut(host)
+        try:
+            driver.wait_until(lambda: driver.met() > met)
+        finally:
+            driver.place.mend(host)
         return
     those = driver.workers() if kind.startswith("process") else driver.nodes()
     if not those:
         raise FailedError("the driver has no hosts' processes below it")
     victim = rng.choice(sorted(those, key=lambda each: each.pid))
     os.kill(victim.pid, signal.SIGKILL if kind.endswith("killed") else signal.SIGSTOP)
+    driver.wait_until(lambda: driver.met() > met)
 
 
-def soak(folder: Path, options: argparse.Namespace) -> str:
+def soak(folder: Path, options: argparse.Namespace, hosts: Place) -> str:
     """Runs everything in `folder`; returns a line of results. Raises FailedError."""
     rng = random.Random(options.seed)
     kill_test.make_data(folder)
     undisturbed, broken = (make_run(folder, name, options) for name in ("undisturbed", "broken"))
-    driver = Driver(undisturbed, options)
-    driver.start()
-    driver.wait_until(lambda: False)
-    _expect_done(driver)
-    driver = Driver(broken, options)
+    if options.alone:
+        undisturbed.finish()
+    else:
+        driver = Driver(undisturbed, options, hosts)
+        driver.start()
+        driver.wait_until(lambda: False)
+        _expect_done(driver)
+    driver = Driver(broken, options, hosts)
     driver.start()
     done: Counter[str] = Counter()
     longest, at = 0.0, 0
@@ -175,6 +175,7 @@ def soak(folder: Path, options: argparse.Namespace) -> str:
         kind = order[done.total() % len(order)]  # each as often as the others
         reached, began, starts = broken.lines(), time.monotonic(), driver.starts()
         break_one(driver, kind, rng)
+        met = time.monotonic() - began
         if not driver.wait_until(lambda: driver.starts() > starts):  # noqa: B023
             break
         resumed = broken.lines()
@@ -182,7 +183,7 @@ def soak(folder: Path, options: argparse.Namespace) -> str:
         seconds = time.monotonic() - began
         longest = max(longest, seconds)
         done[kind] += 1
-        print(f"step {reached}: {kind}; a new step after {seconds:.1f} s", flush=True)
+        print(f"step {reached}: {kind}, met in {met:.1f} s; a new step {seconds - met:.1f} s after that", flush=True)
     driver.wait_until(lambda: False)
     _expect_done(driver)
     kill_test.compare(undisturbed, broken)
@@ -211,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="soak-pods-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        print("passed:", soak(folder, options))
+        with place(options.hosts, apart=CUT in options.kinds) as hosts:
+            print("passed:", soak(folder, options, hosts))
     except (FailedError, ValueError) as error:
         print(f"failed: {error} (everything is still in {folder})", file=sys.stderr)
         return 1

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mesh_transformer"
 SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")])
 MODULES = sorted(PACKAGE.rglob("*.py"))
-OURS = [*MODULES, *SCRIPTS, *sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+OURS = [*MODULES, *SCRIPTS, *sorted((ROOT / "scripts").glob("*/*.py"))]
+OURS += [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 

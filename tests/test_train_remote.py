@@ -16,6 +16,7 @@ from ssh_tools import processes, ssh_hosts
 from training_tools import Run
 
 from mesh_transformer.cluster import tpu_machines
+from scripts.soaking import sshd_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
@@ -29,19 +30,17 @@ SECONDS = 400  # on a machine that is busy with other things, too
 
 @pytest.fixture(scope="module")
 def hosts():
-    with ssh_hosts() as found:
+    """Two machines, where possible with a network of their own that can be cut."""
+    apart = {} if sshd_hosts.why_no_namespaces() is not None else {"namespaces": 2}
+    with ssh_hosts(**apart) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def undisturbed(training_data, tmp_path_factory):
     """The same run on 4 simulated devices of this machine, without Ray."""
-    run = Run(tmp_path_factory.mktemp("undisturbed"), training_data, **KEYS)
-    words = run.arguments()
-    words[words.index("--devices") + 1] = "4"
-    import device_train
-
-    assert device_train.main(words) == 0
+    run = Run(tmp_path_factory.mktemp("undisturbed"), training_data, devices=4, **KEYS)
+    assert run() == 0
     return run
 
 
@@ -127,13 +126,14 @@ def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed,
         driver.wait()
     finally:
         driver.close()
-    assert f"127.0.0.3-{hosts.port}" in driver.said and "restart 1 of" in driver.said, driver.said
+    assert f"{hosts.hosts[1].address}-{hosts.port}" in driver.said and "restart 1 of" in driver.said, driver.said
     compare(run, undisturbed)
     assert not processes(f"RAY_AUTH_TOKEN_PATH={hosts.folder}/"), "everything has ended on the hosts"
 
 
 @needs_google
 def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, training_data, tmp_path):
+    """The host's network is cut, where namespaces can be made; else its processes end."""
     cloud = FakeTPU(hosts=[host.address for host in hosts.hosts])
     gone = []
 
@@ -157,8 +157,13 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
         tokens = [path.read_text() for host in hosts.hosts for path in host.home.glob(".mesh-transformer/r/*/token")]
         assert len(tokens) == 2 and len(tokens[0]) == 64 and tokens[0] == tokens[1]
         assert not processes(tokens[0]), "the token is on a command line, or in an environment"
-        end_host(hosts.hosts[0])
+        if hosts.network is not None:
+            hosts.network.cut(0)
+        else:
+            end_host(hosts.hosts[0])
         driver.until(lambda: driver.said.count(restarted) == 1, "noticed a lost host")
+        if hosts.network is not None:
+            hosts.network.mend(0)
         driver.until_step(5)
         cloud.refuse = [("POST", 429, "RESOURCE_EXHAUSTED", "There is no more capacity in the zone")]
         cloud.preempt("pod")

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 JOIN_SECONDS = 120.0  # from starting a host's Ray node to its being seen
 RESTORE_SECONDS = 600.0  # for machines that are down to come back
 END_SECONDS = 20.0
+# The same after a fault: a host whose network is cut will not say that its node has ended, and what is left of that is
+# killed by whatever node comes next there.
+GONE_SECONDS = 5.0
 TOKEN_LETTERS = 64
 # Ray's sockets lie in its folder, under `session_(time)_(pid)/sockets/plasma_store`; a socket's path has 107 letters.
 LONGEST_FOLDER = 107 - 64
@@ -221,7 +224,7 @@ class SSHHosts:
             ]
             if not ill:
                 return self._hosts
-            self._end([machine.name for machine in ill])
+            self._end([machine.name for machine in ill], GONE_SECONDS)
             try:
                 self._bring_up(ill)
             except HostError as error:
@@ -246,14 +249,14 @@ class SSHHosts:
         """A host's node."""
         return self._nodes[name]
 
-    def _end(self, names: Sequence[str]) -> None:
-        """Hangs up on these hosts' nodes and waits until they have ended."""
+    def _end(self, names: Sequence[str], seconds: float = END_SECONDS) -> None:
+        """Hangs up on these hosts' nodes and waits until they have ended, so many seconds each at most."""
         with self._lock:
             nodes = [self._nodes.pop(name) for name in names if name in self._nodes]
         for node in nodes:
             node.hang_up()
         for node in nodes:
-            node.wait()
+            node.wait(seconds)
 
     def _the_session(self) -> RaySession:
         if self._session is None:
