@@ -1,12 +1,14 @@
 """What the tests of pods share: hosts of this machine that stay while run after run is made on them."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
 import time
 from pathlib import Path
 
+from mesh_transformer.cluster import host_options, pod
 from mesh_transformer.cluster.crew import Crew
 from mesh_transformer.cluster.local_hosts import LocalHosts
 from mesh_transformer.cluster.pod import Patience, Pod
@@ -24,17 +26,21 @@ class Cluster:
         self.session, self.hosts = ray_session, hosts
         self.pod = None
 
-    def pod_for(self, config, patience=PATIENT, hosts=2):
-        crew = Crew(self.hosts.restore()[:hosts], self.hosts.check)
+    def pod_for(self, config, patience=PATIENT, hosts=2, devices=None):
+        """The first `hosts` of them; `devices`: that each simulates, in place of those that the cluster says."""
+        found = self.hosts.restore()[:hosts]
+        if devices is not None:
+            found = [dataclasses.replace(host, devices=devices) for host in found]
+        crew = Crew(found, self.hosts.check)
         crew.start()
         return Pod(self.hosts, crew, patience, config)
 
-    def train(self, run, *, patience=PATIENT, hosts=2, **request):
+    def train(self, run, *, patience=PATIENT, hosts=2, devices=None, **request):
         """As train.py would, without its own cluster; the exit code."""
 
         @contextlib.contextmanager
         def start_devices(config):
-            self.pod = self.pod_for(config, patience, hosts)
+            self.pod = self.pod_for(config, patience, hosts, devices)
             try:
                 yield self.pod
             finally:
@@ -44,6 +50,31 @@ class Cluster:
         wanted = session.Request(config=str(run.folder / "config.json"), **request)
         with log_lines():
             return session.train(wanted, start_devices, command=["train.py"], elastic=True)
+
+
+class Lent:
+    """The first `count` of a cluster's hosts, as `Hosts` that are there already and stay."""
+
+    def __init__(self, cluster, count, devices):
+        self.hosts, self.count, self.devices = cluster.hosts, count, devices
+        self.address, self.check = cluster.hosts.address, cluster.hosts.check
+
+    def start(self, session):
+        return self.restore()
+
+    def restore(self):
+        return [dataclasses.replace(host, devices=self.devices) for host in self.hosts.restore()[: self.count]]
+
+    def stop(self):
+        pass
+
+
+def lend(cluster, monkeypatch, count=2, devices=2):
+    """For commands that would start hosts and a session of Ray: `count` hosts of the cluster and its session; them."""
+    lent = Lent(cluster, count, devices)
+    monkeypatch.setattr(pod, "RaySession", lambda address: contextlib.nullcontext(cluster.session))
+    monkeypatch.setattr(host_options, "hosts_of", lambda options, config: lent)
+    return lent
 
 
 @contextlib.contextmanager

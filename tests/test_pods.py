@@ -1,23 +1,35 @@
-"""Training on several hosts through Ray: the numbers of one process, and runs that survive their hosts."""
+"""Training and evaluation on several hosts through Ray: the numbers of one process, and runs that survive their
+hosts."""
 
 import json
 import os
 import shutil
 import signal
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
-from pod_tools import cluster_of, parent_of, process_of, send, when
-from training_tools import KEYS, Run, equal
+from conftest import mesh_of, tokens_of
+from data_tools import tokenizer_path
+from evaluation_tools import ROOT, TASKS, trained
+from pod_tools import cluster_of, lend, parent_of, process_of, send, when
+from training_tools import KEYS, Run, S, equal, make_data
 
-from mesh_transformer import load_config
+import eval_harness
+import train
+from mesh_transformer import CausalTransformer, load_config
 from mesh_transformer.cluster import crew
+from mesh_transformer.cluster.cluster import TPUCluster
 from mesh_transformer.cluster.hosts import HostError
 from mesh_transformer.cluster.pod import Patience
-from mesh_transformer.errors import ConfigError
+from mesh_transformer.errors import CheckpointError, ConfigError, DataError
 from mesh_transformer.training import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
+needs_harness = pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra `evaluation`)"
+)
 
 # A host's processes add over `mp` through a ring, in another order than one process does in its memory.
 ORDER = 1e-6
@@ -62,11 +74,16 @@ def test_two_hosts_give_the_numbers_of_one_process(straight, undisturbed):
     assert {name: array.shape for name, array in undisturbed.tensors(6).items()} == names
 
 
-def test_either_takes_up_the_other_s_checkpoints(cluster, straight, undisturbed, training_data, tmp_path):
+def test_either_takes_up_the_other_s_checkpoints(cluster, straight, undisturbed, training_data, tmp_path, capsys):
+    """The pod on one host less, with twice the microbatches, so the same batch; it validates as much at a time as it
+    can."""
     pod, alone = (Run(tmp_path / name, training_data, val_every=2, ckpt_every=2) for name in ("pod", "alone"))
     back_to(4, straight, pod)
     back_to(4, undisturbed, alone)
-    assert cluster.train(pod) == 0
+    assert cluster.train(pod, hosts=1) == 0
+    assert "per_replica_batch 1 x dp 1 = 1, times 4 gradient_accumulation_steps (the config has 2)" in (
+        capsys.readouterr().err
+    )
     assert alone() == 0
     for run in (pod, alone):
         np.testing.assert_allclose(losses(run), losses(straight), rtol=ORDER)
@@ -104,37 +121,120 @@ def test_sigterm_saves_and_a_second_call_finishes(cluster, undisturbed, training
     assert run.trace == undisturbed.trace and equal(run.tensors(6), undisturbed.tensors(6))
 
 
-def test_faults_without_progress_end_the_run(cluster, training_data, tmp_path):
+def test_a_freeze_is_found_before_the_deadline_and_too_many_faults_end_the_run(
+    cluster, training_data, tmp_path, monkeypatch
+):
+    """Two minutes are the least without --step-deadline; work without one, such as compiling, is looked at as well."""
     run = Run(tmp_path / "run", training_data, ckpt_every=6)
-    thread = when(cluster, run, (1, lambda: send("SIGKILL", process_of(cluster, 0))))
-    with pytest.raises(HostError, match=r"while training \(update .*local-0 .*its process ended.*--max-restarts is 0"):
-        cluster.train(run, patience=Patience(0, 8.0))
+
+    def freeze():
+        monkeypatch.setattr(crew, "SILENT_SECONDS", 4.0)
+        send("SIGSTOP", process_of(cluster, 1))
+
+    thread = when(cluster, run, (1, freeze))
+    with pytest.raises(
+        HostError, match=r"while training \(update .*local-1 .*not answer for 4 s, so it is frozen.*--max-restarts is 0"
+    ):
+        cluster.train(run, patience=Patience(0))
     thread.join(10)
-
-
-def test_a_host_that_freezes_in_work_without_a_deadline_is_found(cluster, monkeypatch):
-    monkeypatch.setattr(crew, "SILENT_SECONDS", 4.0)
-    pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}))
-    send("SIGSTOP", pod.crew.joined[1].pid)
-    with pytest.raises(HostError, match=r"while drawing: local-1 .*its process does not answer for"):
-        pod.crew.call("ping", operation="drawing")
-    assert not pod.crew.alive
-
-
-def test_a_run_goes_on_on_fewer_hosts(cluster, undisturbed, straight, training_data, tmp_path, capsys):
-    """With twice the microbatches, so the same batch; validation takes as many sequences as there are."""
-    run = Run(tmp_path / "run", training_data, val_every=2, ckpt_every=2)
-    back_to(4, undisturbed, run)
-    assert cluster.train(run, hosts=1) == 0
-    assert "per_replica_batch 1 x dp 1 = 1, times 4 gradient_accumulation_steps (the config has 2)" in (
-        capsys.readouterr().err
-    )
-    np.testing.assert_allclose(losses(run), losses(straight), rtol=ORDER)
+    assert not cluster.pod.crew.alive
 
 
 def test_a_batch_that_cannot_be_kept_is_refused_with_the_arithmetic():
+    """T19."""
     config = load_config(KEYS | {"name": "n", "model_dir": "m", "per_replica_batch": 3})
     with pytest.raises(ConfigError, match=r"takes 32 sequences a step, which per_replica_batch 3 x dp 4 = 12 .*2\.67"):
         start.keep_batch(config, {"sequences_per_step": 32}, 4)
     kept = start.keep_batch(config, {"sequences_per_step": 36}, 4)
     assert kept.mesh.gradient_accumulation_steps == 3
+
+
+def test_the_class_of_the_2021_library(cluster, tmp_path, monkeypatch):
+    """TPUCluster: train, eval, generate, save, load and move, as the network of one process does them."""
+    keys = {"cores_per_replica": 1, "name": "n", "model_dir": "m"}
+    config = load_config(KEYS | keys)
+    network = CausalTransformer(config, mesh_of(2, 1))
+    tokens, rows = tokens_of(2, 2, S + 1), tokens_of(4, S + 1, seed=1)
+    with TPUCluster((2, 1), 2, config, hosts=lend(cluster, monkeypatch, devices=1)) as pod:
+        with pytest.raises(DataError, match=r"multiple of dp \(2\).*3 sequences cannot be split evenly"):  # T19
+            pod.train(tokens_of(2, 3, S + 1))
+        for _ in range(2):
+            found, wanted = pod.train(tokens), network.train({"obs": tokens[..., :-1], "target": tokens[..., 1:]})
+            np.testing.assert_allclose(found, [float(wanted["loss"]), float(wanted["last_loss"])], rtol=1e-5)
+        mask = np.zeros((4, S))
+        mask[:3, -2:] = 1
+        pairs = {"obs": rows[:, :-1], "target": rows[:, 1:], "ctx_length": np.full(4, S)}
+        out = {name: np.asarray(value) for name, value in network.eval(pairs).items()}
+        assert pod.eval(rows) == pytest.approx(float(out["loss"].mean()), rel=1e-5)
+        counted = pod.eval(pairs | {"eval_mask": mask})
+        assert counted["total"] == 3 and len(counted["each_correct"]) == 4
+        np.testing.assert_allclose(counted["mask_loss"], (out["all_loss"] * mask).sum(-1), rtol=1e-4)
+        greedy = {"sampler_options": {"top_k": 1}}
+        tokens_out = pod.generate(rows[:2, :S], np.array([S, 5]), 4, **greedy)
+        np.testing.assert_array_equal(
+            tokens_out, network.generate(rows[:2, :S], np.array([S, 5]), 4, {"top_k": 1})["tokens"]
+        )
+        pod.save(2, None, str(tmp_path / "m"), aux={"train_loader": {"used": []}, "more": 1}, init=True)
+        with pytest.raises(CheckpointError, match="holds a run at step 2: pass overwrite=True"):
+            pod.save(2, None, str(tmp_path / "m"), init=True)
+        before = pod.train(tokens)
+        step, aux = pod.load(None, str(tmp_path / "m"))
+        assert (step, aux["more"]) == (2, 1)
+        assert pod.train(tokens) == before
+        pod.move()
+        assert pod.eval(rows) > 0
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_starts():
+    with (
+        pytest.raises(ConfigError, match=r"mesh_shape \(3, 1\) on 2 hosts"),
+        TPUCluster((3, 1), 2, KEYS | {"cores_per_replica": 1}),
+    ):
+        pass
+
+
+@needs_harness
+def test_the_evaluation_harness_gives_the_figures_of_one_process(cluster, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # the example tasks name their data from there
+    lend(cluster, monkeypatch)
+    tasks = ",".join(TASKS[name] for name in ("word", "order", "line"))
+    asked = ["--config", trained().config_file(2), "--tasks", tasks, "--limit", "6"]
+    hosts = ["--tpu", "local", "--hosts", "2", "--devices-per-host", "2"]
+    assert eval_harness.main([*asked, *hosts, "--output", str(tmp_path / "pod")]) == 0
+    shown = capsys.readouterr().out
+    assert eval_harness.main([*asked, "--platform", "cpu", "--devices", "4", "--output", str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out == shown
+    pod, one = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("pod", "one"))
+    assert pod["metrics"] == one["metrics"]
+    assert pod["model"] == one["model"]
+    answers = [(tmp_path / name / "answers.jsonl").read_text().splitlines() for name in ("pod", "one")]
+    assert len(answers[0]) == len(answers[1]) > 12
+
+
+@needs_harness
+def test_tasks_in_training_are_evaluated_by_the_hosts(cluster, tmp_path, monkeypatch):
+    """train.py on two hosts logs what device_train.py logs for the same steps on the same mesh."""
+    monkeypatch.chdir(ROOT)
+    lend(cluster, monkeypatch)
+    (tmp_path / "data").mkdir()
+    data = make_data(tmp_path / "data")
+    lines = [{"context": "".join(chr(65 + (s + 3 * i) % 26) for i in range(4)), "word": "cat"} for s in range(3)]
+    (tmp_path / "count.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = tmp_path / "count.yaml"
+    text = Path(TASKS["word"]).read_text()
+    task.write_text(text.replace("data/eval/python_word.jsonl", str(tmp_path / "count.jsonl")))
+    keys = {"n_vocab": 320, "tokenizer": tokenizer_path(), "val_every": 0, "ckpt_every": 2, "total_steps": 2}
+    keys |= {"eval_harness_tasks": [str(task)], "eval_every": 1, "cores_per_replica": 2}
+    pod, one = (Run(tmp_path / name, data, devices=4, **keys) for name in ("pod", "one"))
+    hosts = ["--tpu", "local", "--hosts", "2", "--devices-per-host", "2"]
+    assert train.main([*pod.arguments()[:2], *hosts]) == 0
+    assert one() == 0
+    for name in ("python_word-v1/acc", "python_word-v1/perplexity"):
+        assert [line[name] for line in pod.lines] == pytest.approx([line[name] for line in one.lines], rel=1e-5)
+        assert len(pod.lines) == 2
+
+
+def test_devices_of_this_machine_and_hosts_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        eval_harness.parse(["--config", "c", "--tpu", "local", "--devices", "4"])
+    assert "--platform and --devices are of this machine" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Pods whose model-parallel part spans hosts, whose state is cut over them, and that write Orbax's layout."""
+"""Pods whose model-parallel part spans hosts, whose state is cut over them, and that write Orbax's layout; and one
+mesh cut into one, two and four processes."""
 
 import numpy as np
 import pytest
@@ -33,3 +34,35 @@ def test_the_numbers_and_the_checkpoints_are_those_of_one_process(quarters, trai
         back_to(4, source, run)
         assert (run() if name == "to-alone" else quarters.train(run, hosts=4)) == 0
         np.testing.assert_allclose(losses(run), losses(alone), rtol=10 * ORDER)
+
+
+# Hosts and devices of each. One mesh of four devices, cut into ever more processes.
+CUTS = {"1 x 4": (1, 4), "2 x 2": (2, 2), "4 x 1": (4, 1)}
+
+
+def train_as(cut, run, cluster):
+    """`cut`: of CUTS, or "alone" for device_train.py itself; a second call goes on."""
+    hosts, devices = CUTS.get(cut, (0, 0))
+    assert (run() if cut == "alone" else cluster.train(run, hosts=hosts, devices=devices)) == 0
+
+
+@pytest.mark.parametrize("mp", [1, 2, 4])
+def test_the_same_mesh_in_one_two_and_four_processes(quarters, training_data, tmp_path, record_property, mp):
+    """T18: as device_train.py on that mesh, and each takes up the others' checkpoints."""
+    keys = {"devices": 4, "cores_per_replica": mp, "val_every": 2, "ckpt_every": 2}
+    runs = {}
+    for cut in ("alone", *CUTS):
+        runs[cut] = Run(tmp_path / cut.replace(" ", ""), training_data, **keys)
+        train_as(cut, runs[cut], quarters)
+    names = list(runs)
+    for source, cut in zip(names, names[1:] + names[:1], strict=True):
+        run = runs[f"{source}, then {cut}"] = Run(tmp_path / f"{source}-{cut}".replace(" ", ""), training_data, **keys)
+        back_to(4, runs[source], run)
+        train_as(cut, run, quarters)
+    wanted = np.array(losses(runs["alone"]))
+    apart = {name: float(np.max(np.abs(np.array(losses(run)) / np.where(wanted, wanted, 1) - (wanted != 0))))
+             for name, run in runs.items()}  # fmt: skip
+    print({name: f"{value:.1e}" for name, value in apart.items()})
+    record_property("apart", str({name: f"{value:.1e}" for name, value in apart.items() if value}))
+    for name, value in apart.items():
+        assert value <= ORDER, (name, value)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 from training_tools import KEYS, ROOT, Run
 
+import train as script
 from mesh_transformer.cluster import host_options
 from mesh_transformer.config import load_config
 from mesh_transformer.errors import ConfigError
-from scripts.soak_pods import below
+from scripts.soaking.places import below
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
 
@@ -51,11 +53,16 @@ def listening(pids):
     return found
 
 
-def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, training_data, tmp_path):
-    """C07; and Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone."""
+def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, training_data, tmp_path, capsys):
+    """C07: a run that is there is replaced where --yes says so, without a question, and kept where nothing does; and
+    Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone."""
     run = Run(tmp_path / "run", training_data, cores_per_replica=1, total_steps=40)
-    run.arguments()
-    first = train(run)
+    shutil.copytree(straight.model_dir, run.model_dir)
+    (run.model_dir / "metrics.jsonl").unlink()
+    assert script.main([*run.arguments()[:2], "--tpu", "local", "--new"]) == 2
+    assert "There is no terminal to ask on: pass --yes to agree" in capsys.readouterr().err
+    assert run.store.latest() == 6
+    first = train(run, "--new", "--yes")
     end = time.monotonic() + 240
     while run.lines_so_far() == 0 and first.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -70,7 +77,8 @@ def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, traini
     mode, token = stat.S_IMODE(token_file.stat().st_mode), token_file.read_text()
     first.send_signal(signal.SIGCONT)
     said = first.communicate(timeout=240)[0]
-    assert first.returncode == 0, said[-3000:]
+    assert first.returncode == 0 and "training from scratch" in said, said[-3000:]
+    assert run.store.latest() == 40
     assert len(workers) == 2
     assert "RAY_AUTH_MODE=token" in environment
     assert mode == 0o600 and len(token) == 64
@@ -80,18 +88,8 @@ def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, traini
     own = {socket.gethostbyname(socket.gethostname())}  # at which XLA's own collectives on CPU meet
     assert addresses and not [each for each in addresses - own if not re.match(r"127\.|::1$", each)], addresses
 
-    refused = train(run, "--new")
-    assert refused.wait(240) == 2
-    assert "There is no terminal to ask on: pass --yes to agree" in refused.communicate()[0]
-    assert run.store.latest() == 40
-    again = train(run, "--new", "--yes")
-    said = again.communicate(timeout=240)[0]
-    assert again.returncode == 0 and "training from scratch" in said, said[-3000:]
-
 
 def test_hosts_that_do_not_fit_the_config_are_refused_before_anything_starts():
-    import train as script
-
     config = load_config(KEYS | {"name": "n", "model_dir": "m"})
     options = script.parse(["--config", "c", "--tpu", "local", "--hosts", "3", "--devices-per-host", "2"])
     with pytest.raises(ConfigError, match="cores_per_replica"):

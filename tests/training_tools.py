@@ -16,7 +16,6 @@ from mesh_transformer.data.records import RecordWriter
 ROOT = Path(__file__).resolve().parent.parent
 A, DP, MP, S, V = 2, 2, 4, 16, 64
 PER_STEP = A * DP  # sequences
-ON_CPU = ("--platform", "cpu", "--devices", str(DP * MP))
 KEYS = {
     "layers": 2, "d_model": 32, "n_heads": 8, "n_vocab": V, "seq": S, "pe_rotary_dims": 4, "compute_dtype": "float32",
     "cores_per_replica": MP, "per_replica_batch": 1, "gradient_accumulation_steps": A,
@@ -65,8 +64,8 @@ def straight_run(folder, data):
 class Run:
     """A run in a folder of its own: its config, its commands, and what it left."""
 
-    def __init__(self, folder, data_dir, **keys):
-        self.folder = folder
+    def __init__(self, folder, data_dir, devices=DP * MP, **keys):
+        self.folder, self.devices = folder, devices
         self.model_dir = folder / "model"
         self.keys = {**KEYS, "data_dir": str(data_dir), "model_dir": str(self.model_dir), "name": "tiny", **keys}
 
@@ -74,7 +73,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "config.json"
         path.write_text(json.dumps(self.keys | keys))
-        return ["--config", str(path), *ON_CPU, *more]
+        return ["--config", str(path), "--platform", "cpu", "--devices", str(self.devices), *more]
 
     def __call__(self, *more, **keys):
         return device_train.main(self.arguments(*more, **keys))
