@@ -7,6 +7,7 @@ import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from mesh_transformer.cluster import crew
 from mesh_transformer.cluster.cluster import TPUCluster
 from mesh_transformer.cluster.hosts import HostError
 from mesh_transformer.cluster.pod import Patience
+from mesh_transformer.cluster.worker import Worker
 from mesh_transformer.errors import CheckpointError, ConfigError, DataError
 from mesh_transformer.training import start
 
@@ -138,6 +140,15 @@ def test_a_freeze_is_found_before_the_deadline_and_too_many_faults_end_the_run(
         cluster.train(run, patience=Patience(0))
     thread.join(10)
     assert not cluster.pod.crew.alive
+
+
+def test_a_call_to_save_that_comes_late_writes_nothing(tmp_path):
+    """As to a host whose network was cut, and is back after the driver has given the save up."""
+    host, folder = Worker(), tmp_path / "step_4"
+    host._copy = Mock()
+    with pytest.raises(CheckpointError, match="step_4 is not marked as being written"):
+        host.write(str(folder), None, 1, False, {})
+    assert not folder.exists()
 
 
 def test_a_batch_that_cannot_be_kept_is_refused_with_the_arithmetic():

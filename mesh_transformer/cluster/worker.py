@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mesh_transformer.errors import CheckpointError
+
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.manifest import FileEntry
     from mesh_transformer.checkpoint.snapshot import Snapshot
@@ -95,12 +97,16 @@ class Worker:
     def write(self, folder: str, model: Any, shards: int, orbax: bool, details: Mapping[str, Any]) -> Any:
         """Write this process's part of the copy that `copy` took: the files of it, and their bytes.
 
-        In the layout "orbax" all processes meet, and the first writes the manifest.
+        In the layout "orbax" all processes meet, and the first writes the manifest. Raises CheckpointError where the
+        driver has given the folder up.
         """
-        from mesh_transformer.checkpoint import orbax_steps
+        from mesh_transformer.checkpoint import orbax_steps, retention
         from mesh_transformer.checkpoint import shards as published
 
         copy = self._taken()
+        if not retention.is_unfinished(folder):
+            # A call can come late, when a network that was cut is there again. What it wrote would be in the way.
+            raise CheckpointError(f"{folder} is not marked as being written: the driver has given it up")
         if orbax:
             orbax_steps.write_step(folder, copy, model, **details)
             return {}, copy.nbytes
