@@ -32,7 +32,8 @@ SECONDS = 400  # on a machine that is busy with other things, too
 def hosts():
     """Two machines, where possible with a network of their own that can be cut."""
     apart = {} if sshd_hosts.why_no_namespaces() is not None else {"namespaces": 2}
-    with ssh_hosts(**apart) as found:
+    # Programs there are optimized as those of this process, which they are compared with.
+    with ssh_hosts(**apart, XLA_FLAGS=os.environ.get("XLA_FLAGS", "")) as found:
         yield found
 
 
