@@ -97,6 +97,11 @@ CHECK = (
     shipped("6B_roto_256.json", "v5e:16x16", "dots", cores_per_replica=8),
     small("v5e:2x4", "full", 1, per_replica_batch=16, gradient_accumulation_steps=1),
     shipped("13B_v1.json", "v4:4x4x4", "full"),
+    shipped("13B_v2.json", "v4:2x4x4", "full"),
+    small("v5e:2x4", "dots", 2, version=2, zero_stage=3, early_collect=True),
+    small("v5e:2x4", "full", 2, version=2, zero_stage=3, early_collect=True, layers=4, gradient_accumulation_steps=1),
+    dataclasses.replace(shipped("6B_roto_256.json", "v5e:2x4", "dots"), task="eval"),
+    dataclasses.replace(shipped("6B_roto_256.json", "v5e:2x4", "dots"), task="generate"),
 )
 
 

@@ -94,6 +94,38 @@ def test_a_loop_that_tells_its_length_by_its_condition() -> None:
     assert (found.runs, found.bytes, found.first_group) == (6, 32, [0, 2, 4, 6])
     with pytest.raises(ValueError, match="does not say how often"):
         collectives(TPU_LOOP.replace("direction=LT", "direction=NE"))
+    (found,) = collectives(TPU_LOOP.replace("direction=LT", "direction=NE"), unknown=2)
+    assert found.runs == 2
+
+
+def test_a_token_is_what_two_rounds_of_the_loop_take_less_what_one_takes() -> None:
+    """As `planning.compiler.read` counts a generation: what happens once before the loop is not in it."""
+
+    def program(x: jax.Array, w: jax.Array, n: jax.Array) -> jax.Array:
+        start = (x @ w[0] @ w[1], jnp.int32(0))
+        return jax.lax.while_loop(lambda c: (c[1] < n) & (c[0][0, 0] < 9), lambda c: (c[0] @ w[2], c[1] + 1), start)[0]
+
+    text = jax.jit(program).lower(jnp.ones((8, 16)), jnp.ones((3, 16, 16)), jnp.int32(4)).compile().as_text()
+    product = 2 * 8 * 16 * 16
+    assert product_flops(text, 1) == 3 * product and product_flops(text, 2) - product_flops(text, 1) == product
+    assert 0 < accessed_bytes(text, 2) - accessed_bytes(text, 1) < accessed_bytes(text, 1)
+
+
+@pytest.mark.parametrize(("microbatches", "sums"), [(1, 0), (4, 1)])
+def test_what_gathering_all_layers_at_once_takes_by_hand(microbatches: int, sums: int) -> None:
+    d, layers, dp = 1024, 8, 8
+    keys = {**KEYS, "model_dir": "m", "version": 2, "layers": layers, "d_model": d, "zero_stage": 3,
+            "cores_per_replica": 1, "gradient_accumulation_steps": microbatches}  # fmt: skip
+    early, late = (
+        analytic(
+            load_config(keys | {"compute_dtype": "bfloat16", "early_collect": how}), chips.topology("v5e-8"), "full"
+        )
+        for how in (True, False)
+    )
+    matrices = layers * 16 * d * d
+    blocks = matrices // dp * (microbatches == 1)
+    assert early.copies - late.copies == 2 * (2 * matrices - blocks), "in bfloat16, weights and their gradients"
+    assert early.gradients - late.gradients == 4 * (sums * matrices - matrices // dp), "sums are whole"
 
 
 TPU_FUSIONS = """

@@ -23,9 +23,10 @@ _VALUE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
 _ON_CHIP = "S(1)"  # in the layout of a value that a TPU keeps in its vector memory
 
 
-def accessed_bytes(text: str) -> float:
-    """Bytes of one step on one device, from a compiled program's text. Loops of unknown length count once."""
-    program, total = Program(text, unknown=1), 0.0
+def accessed_bytes(text: str, unknown: float = 1) -> float:
+    """Bytes of one step on one device, from a compiled program's text, in which loops of unknown length run `unknown`
+    times."""
+    program, total = Program(text, unknown), 0.0
     inside = program.fused()
     for name, body in program.computations.items():
         runs = program.runs[name]

@@ -10,7 +10,7 @@ from mesh_transformer.planning.accesses import accesses_of
 from mesh_transformer.planning.arithmetic import flops_of
 from mesh_transformer.planning.chips import Topology
 from mesh_transformer.planning.estimate import Estimate
-from mesh_transformer.planning.footprint import footprint_of
+from mesh_transformer.planning.footprint import accumulated_bytes, footprint_of
 from mesh_transformer.planning.traffic import traffic_of
 from mesh_transformer.training.throughput import flops_per_token
 
@@ -37,7 +37,7 @@ def analytic(config: Config, topology: Topology, remat: str, task: str = "train"
         task=task, exact=False, remat=remat, dp=dp, mp=mp, peak=0,
         weights=held.weights if training else held.weights * width // F32,
         moments=held.optimizer if training else 0,
-        gradients=held.gradients if training else 0,
+        gradients=held.gradients + accumulated_bytes(config, dp) if training else 0,
         cache=cache if task == "generate" else 0,
         copies=0, activations=0,
         accessed=accesses_of(config, topology, dp, task, remat, width),

@@ -10,12 +10,15 @@ its settings are the environment's. `exact` starts it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.planning.accessed import accessed_bytes
+from mesh_transformer.planning.footprint import gathers_all
 from mesh_transformer.planning.program import collectives, product_flops, stacked_bytes
 
 if TYPE_CHECKING:
@@ -39,21 +42,33 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
                                 remat=request["remat"])  # fmt: skip
     with fused_attention.compiling_for("tpu"):
         programs = [lowered.compile() for lowered in _TASKS[request["task"]](config, model, mesh)]
-    return read(programs[0], config, mesh) | {"peak": max(_peak(program) for program in programs)}
+    return read(programs[0], config, mesh, request["task"]) | {"peak": max(_peak(program) for program in programs)}
 
 
-def read(compiled: Any, config: Config, mesh: Any) -> dict[str, Any]:
+def read(compiled: Any, config: Config, mesh: Any, task: str) -> dict[str, Any]:
     """What a compiled step says of itself. `kept`: from the forward pass to the backward pass; `copies`: weights in the
-    compute dtype, which XLA makes once a step where it can."""
+    compute dtype, which XLA makes once a step where it can.
+
+    Of a generation a step is one round of its loop over tokens, whose length no program knows: what two rounds take
+    less what one takes. Weights that are laid out anew before the loop are not in it.
+    """
     from mesh_transformer import parameters
     from mesh_transformer.mesh import DP, MP
 
     dp, mp = mesh.shape[DP], mesh.shape[MP]
     text = compiled.as_text()
     layers = [kind for kind in parameters.kinds(config.model, mp) if kind.stacked]
-    cuts = {1, dp if config.mesh.zero_stage == 3 else 1}
+    cuts = [1, dp] if config.mesh.zero_stage == 3 and dp > 1 else [1]
+    if gathers_all(config, dp):
+        cuts.append(1)  # gradients of what is gathered
     shapes = [kind.local_shape(mp, parts) for kind in layers for parts in cuts]
     kept, copies = stacked_bytes(text, config.model.layers, shapes)
+    rounds = (1, 2) if task == "generate" else (0, 1)
+
+    def of_a_step(count: Callable[[str, float], float]) -> float:
+        return count(text, rounds[1]) - (count(text, rounds[0]) if rounds[0] else 0)
+
+    fewer = [each.runs for each in collectives(text, rounds[0])] if rounds[0] else itertools.repeat(0)
     return {
         "dp": dp,
         "mp": mp,
@@ -61,11 +76,12 @@ def read(compiled: Any, config: Config, mesh: Any) -> dict[str, Any]:
         "arguments": compiled.memory_analysis().argument_size_in_bytes,
         "kept": kept,
         "copies": copies,
-        "flops": product_flops(text),
-        "accessed": accessed_bytes(text),
+        "flops": of_a_step(product_flops),
+        "accessed": of_a_step(accessed_bytes),
         "collectives": [
-            {"kind": c.kind, "devices": c.group_size, "runs": c.runs, "bytes": c.bytes, "axis": _axis(c, dp, mp)}
-            for c in collectives(text, unknown=1)
+            {"kind": c.kind, "devices": c.group_size, "runs": c.runs - less, "bytes": c.bytes, "axis": _axis(c, dp, mp)}
+            for c, less in zip(collectives(text, rounds[1]), fewer, strict=False)
+            if c.runs > less
         ],
     }
 

@@ -15,9 +15,10 @@ class Estimate:
     """Of one device and one step of `task`: an update, a batch of scores, or a token of every row.
 
     Bytes: `peak`, the most that exists at once, and what of it `weights`, `moments`, `gradients`, `cache` (of keys and
-    values), `copies` (of weights in the compute dtype) and `activations` (kept for the backward pass) take; and
-    `accessed`, what is read from and written to memory. `flops`: of all matrix products; `model_flops`: the model's own
-    (see `training.throughput.flops_per_token`). `tokens`: of all devices. `exact`: read from the compiled program.
+    values), `copies` (of weights in the compute dtype, and gradients of those that `early_collect` gathers) and
+    `activations` (kept for the backward pass) take; and `accessed`, what is read from and written to memory. `flops`:
+    of all matrix products; `model_flops`: the model's own (see `training.throughput.flops_per_token`). `tokens`: of all
+    devices. `exact`: read from the compiled program.
     """
 
     task: str

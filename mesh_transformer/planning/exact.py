@@ -85,7 +85,8 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
 
 def estimate_of(config: Config, topology: Topology, remat: str, task: str, found: dict[str, Any]) -> Estimate:
     """The estimate that `compiled` found. What the state takes is known from the config; what is kept and the copies
-    stand in the program; all the rest of the peak comes and goes."""
+    stand in the program; all the rest of the peak comes and goes. For a token of one row XLA has sums, no matrix
+    products, and their FLOPs are the known ones."""
     known = analytic(config, topology, remat, task)
     gathered: dict[tuple[str, str, int, int], int] = {}
     for one in found["collectives"]:
@@ -94,5 +95,5 @@ def estimate_of(config: Config, topology: Topology, remat: str, task: str, found
     traffic = tuple(Traffic(kind, axis, n, runs, size) for (kind, axis, n, size), runs in gathered.items())
     return dataclasses.replace(
         known, exact=True, peak=found["peak"], copies=found["copies"], activations=found["kept"],
-        accessed=found["accessed"], flops=found["flops"], traffic=traffic,
+        accessed=found["accessed"], flops=found["flops"] or known.flops, traffic=traffic,
     )  # fmt: skip

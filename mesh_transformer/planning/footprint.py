@@ -50,9 +50,11 @@ def footprint_of(config: Config, topology: Topology, dp: int, task: str, remat: 
         return Footprint(0, 0, stream + chunk)
     part: float = PARTS * T * (model.d_attention + model.version * model.d_ff) / mp * width
     cut = dp if config.mesh.zero_stage == 3 else 1
-    gathered = config.version == 2 and config.run.early_collect and cut > 1
+    gathered = gathers_all(config, dp)
     layers = float(model.layers * sum(_matrices(model, mp)))
-    copies = (layers / cut + (layers if gathered else 0)) * width if width < F32 or gathered else 0
+    copies = layers / cut * width if width < F32 else 0
+    if gathered:  # gradients are as large, in the compute dtype too; blocks are kept from one microbatch to the next
+        copies = (2 * layers + (layers / cut if config.mesh.gradient_accumulation_steps > 1 else 0)) * width
     blocks = 4 if cut > 1 else 1  # see `collected_vocabulary`
     head = D * v * F32 / blocks
     if cut > 1 and not gathered:  # a gathered matrix, and its gradient
@@ -60,6 +62,21 @@ def footprint_of(config: Config, topology: Topology, dp: int, task: str, remat: 
     copied = D * v / blocks * width if width < F32 else 0
     work = max(0.0, stream + max(part, head + chunk) - ON_CHIP * topology.chip.vector_memory)
     return Footprint(copies, kept_bytes(model, mp, T, remat, width), copied + work)
+
+
+def gathers_all(config: Config, dp: int) -> bool:
+    """Whether ZeRO's stage 3 gathers all layers' weights at once."""
+    return config.version == 2 and config.run.early_collect and config.mesh.zero_stage == 3 and dp > 1
+
+
+def accumulated_bytes(config: Config, dp: int) -> int:
+    """Bytes that gradients take at the fullest moment beyond the device's blocks of them, where all layers are gathered
+    at once: TPUs' XLA adds up the microbatches' gradients whole, and cuts the sum. Of a single microbatch the layers'
+    blocks come when what is gathered goes."""
+    if not gathers_all(config, dp):
+        return 0
+    whole = config.model.layers * sum(_matrices(config.model, config.mesh.cores_per_replica)) * F32
+    return (whole if config.mesh.gradient_accumulation_steps > 1 else 0) - whole // dp
 
 
 def kept_bytes(model: ModelConfig, mp: int, tokens: int, remat: str, width: int) -> float:

@@ -170,13 +170,13 @@ def collectives(text: str, unknown: float = math.nan) -> list[Collective]:
     return found
 
 
-def product_flops(text: str) -> float:
+def product_flops(text: str, unknown: float = 1) -> float:
     """FLOPs of all matrix products of a step on one device, two for each multiply-add.
 
     TPUs' text has them as convolutions; a batch of products is one over a window of which a single place counts.
-    A loop of unknown length counts once.
+    Loops of unknown length run `unknown` times.
     """
-    program, total = Program(text, unknown=1), 0.0
+    program, total = Program(text, unknown), 0.0
     for operation, runs, computation in program.operations("dot", "convolution"):
         summed = (_contracted if operation.does == "dot" else _kernel_inputs)(operation, program.shapes(computation))
         total += runs * 2 * _elements(operation.shape) * summed

@@ -110,5 +110,5 @@ def _state(config: Config, mp: int, width: int) -> _Runs:
     yield "all-gather", (1 if early else 2) * A * model.layers, layer * width
     yield "all-gather", A, embedding * F32
     yield "all-gather", 2 * A, output * width
-    yield "reduce-scatter", A * model.layers, layer * F32
+    yield "reduce-scatter", (1 if early else A) * model.layers, layer * F32
     yield "reduce-scatter", A, (embedding + output) * F32
