@@ -70,9 +70,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="texts at once (1 16)")
     parser.add_argument("--topology", default="v6e:1x1", help="as jax names it (v6e:1x1)")
     options = parser.parse_args(arguments)
+    from mesh_transformer.planning import exact
+
+    path = exact.library()
+    if path is None:
+        print("error: there is no libtpu here: python scripts/install_compiler.py", file=sys.stderr)
+        return 2
     # The compiler's library would look for the machine's own TPUs.
     settings = {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    os.environ |= settings | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": "v6e-1"}
+    os.environ |= settings | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": "v6e-1", exact.LIBRARY: path}
     device = chip(options.topology)
     print(
         "| texts | weights GB | rows GB | peak reading prompts | peak in the loop |\n|---|---|---|---|---|", flush=True

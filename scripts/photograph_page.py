@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTH, HEIGHT = 1100, 800
+WIDTH, HEIGHT = 1100, 1000
 SECONDS = 60.0  # for the whole text
 FIRST = 30  # tokens, among which the one to point at is looked for
 

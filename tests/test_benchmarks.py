@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accelerator
+from mesh_transformer.planning import exact
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -79,6 +80,21 @@ def test_what_does_not_fit_or_ends_is_a_row_of_the_table(tmp_path: Path, monkeyp
     assert "| 125M | 16 | 5 | 7 | 3.0 | 22.50 |" in said and "| 6B | 1 | 5 | 7 | 3.0 | 22.50, above 22.4 |" in said
     for row in ("1.3B | 1", "1.3B | 16", "6B | 16"):
         assert f"| {row} | does not fit in memory |" in said
+
+
+@pytest.mark.long
+def test_memory_of_decoding_by_the_compiler(capfd) -> None:
+    """A model of 2 layers: its weights in 16 bits, and peaks that hold them once."""
+    if exact.library() is None:
+        pytest.skip("there is no libtpu on this machine (python scripts/install_compiler.py)")
+    sizes = ["--layers", "2", "--d-model", "1024", "--batches", "1"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "decode_memory.py"), *sizes], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    texts, weights, _, *peaks = map(float, done.stdout.splitlines()[-1].strip("| ").split("|"))
+    assert texts == 1 and weights > 0.2
+    assert all(weights <= peak < 1.5 * weights for peak in peaks)
 
 
 @pytest.mark.long
