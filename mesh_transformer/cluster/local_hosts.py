@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ class LocalHosts:
         self._session: RaySession | None = None
 
     def start(self, session: RaySession) -> Sequence[Host]:
-        """Start all nodes side by side; the hosts. Raises HostError naming those that did not join."""
+        """Start all nodes, side by side; the hosts. Raises HostError naming those that did not join."""
         self._session = session
         self._add(self._names)
         return [Host(name, self.address, self._devices, "cpu") for name in self._names]
@@ -69,7 +70,8 @@ class LocalHosts:
         session = self._session
         if session is None:
             raise HostError("the hosts were stopped")
-        with ThreadPoolExecutor(len(names)) as pool:
+        # No more at a time than the machine has cores: a node gives up that does not come up in half a minute.
+        with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
             list(pool.map(session.add_local, names))
         missing = session.wait_for(names, NODE_SECONDS)
         if missing:
