@@ -60,9 +60,13 @@ def test_the_same_mesh_in_one_two_and_four_processes(quarters, training_data, tm
         back_to(4, runs[source], run)
         train_as(cut, run, quarters)
     wanted = np.array(losses(runs["alone"]))
-    apart = {name: float(np.max(np.abs(np.array(losses(run)) / np.where(wanted, wanted, 1) - (wanted != 0))))
-             for name, run in runs.items()}  # fmt: skip
-    print({name: f"{value:.1e}" for name, value in apart.items()})
-    record_property("apart", str({name: f"{value:.1e}" for name, value in apart.items() if value}))
+    apart = {
+        name: float(np.max(np.abs(np.array(losses(run)) - wanted) / np.maximum(np.abs(wanted), 1e-30)))
+        for name, run in runs.items()
+    }
+    record_property("apart", str({name: f"{value:.1e}" for name, value in apart.items()}))
     for name, value in apart.items():
-        assert value <= ORDER, (name, value)
+        # One process computes the same wherever it is, and the sum of two numbers has one order. Four numbers are added
+        # in another order by a ring of processes.
+        same = mp == 2 or set(name.split(", then ")) <= {"alone", "1 x 4"}
+        assert value <= (0 if same else ORDER), (name, value)
