@@ -6,7 +6,7 @@ import pytest
 from conftest import network_of  # noqa: F401  starts the devices
 from pod_tools import cluster_of
 from test_pods import ORDER, back_to, losses
-from training_tools import Run
+from training_tools import Run, equal
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("uncached")]
 
@@ -48,12 +48,15 @@ def train_as(cut, run, cluster):
 
 @pytest.mark.parametrize("mp", [1, 2, 4])
 def test_the_same_mesh_in_one_two_and_four_processes(quarters, training_data, tmp_path, record_property, mp):
-    """T18: as device_train.py on that mesh, and each takes up the others' checkpoints."""
+    """T18: as device_train.py on that mesh, to the bit in one process, whose sums stay in its memory; and each takes up
+    the others' checkpoints."""
     keys = {"devices": 4, "cores_per_replica": mp, "val_every": 2, "ckpt_every": 2}
     runs = {}
     for cut in ("alone", *CUTS):
         runs[cut] = Run(tmp_path / cut.replace(" ", ""), training_data, **keys)
         train_as(cut, runs[cut], quarters)
+    assert runs["1 x 4"].trace == runs["alone"].trace
+    assert equal(runs["1 x 4"].tensors(6), runs["alone"].tensors(6))
     names = list(runs)
     for source, cut in zip(names, names[1:] + names[:1], strict=True):
         run = runs[f"{source}, then {cut}"] = Run(tmp_path / f"{source}-{cut}".replace(" ", ""), training_data, **keys)
