@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def run_child(arguments: list[str], seconds: float) -> dict[str, Any]:
     return {"error": (said[-1] if said else f"exit status {done.returncode}")[:300]}
 
 
-def parity() -> dict[str, Any]:
+def parity(cases: Sequence[str]) -> dict[str, Any]:
     """Largest difference of the golden losses on this device, in float32, {case: difference}."""
     import jax
 
@@ -67,7 +67,7 @@ def parity() -> dict[str, Any]:
     from mesh_transformer.mesh import find_devices, make_mesh
 
     worst = {}
-    for case in GOLDEN_CASES:
+    for case in cases:
         given = json.loads((GOLDEN / case / "config.json").read_text())
         shards = given["cores_per_replica"]
         given |= {"cores_per_replica": 1, "compute_dtype": "float32", "total_steps": 1, "train_set": "none.index"}
@@ -238,7 +238,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     end = time.monotonic() + options.deadline
     left = lambda: end - time.monotonic()  # noqa: E731
-    found = run_child(["--parity"], left())
+    found = run_child(["--parity", "--cases", *options.cases], left())
     print(json.dumps(found), flush=True)
     kept = DECODING * options.deadline if options.batches else 0
     training = [{"size": size, "remat": remat} for size in options.sizes for remat in options.remats]
@@ -271,6 +271,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each size (default 5)")
     parser.add_argument("--output", help="write all figures as JSON")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16], help="texts at once to decode (1 16)")
+    parser.add_argument(
+        "--cases", nargs="+", choices=GOLDEN_CASES, default=GOLDEN_CASES, help="golden checkpoints (all)"
+    )
     parser.add_argument("--parity", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--decode", nargs=2, metavar=("SIZE", "BATCH"), help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=2, metavar=("SIZE", "REMAT"), help=argparse.SUPPRESS)
@@ -279,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(decode(options.decode[0], int(options.decode[1]))))
         return 0
     if options.parity or options.train:
-        print(json.dumps(parity() if options.parity else train(*options.train, options.steps)))
+        print(json.dumps(parity(options.cases) if options.parity else train(*options.train, options.steps)))
         return 0
     result = measure(options)
     print(
