@@ -15,6 +15,7 @@ from fake_tpu_api import FakeTPU
 from ssh_tools import processes, ssh_hosts
 from training_tools import Run
 
+from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.cluster import tpu_machines
 from scripts.soaking import sshd_hosts
 
@@ -158,6 +159,7 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
         tokens = [path.read_text() for host in hosts.hosts for path in host.home.glob(".mesh-transformer/r/*/token")]
         assert len(tokens) == 2 and len(tokens[0]) == 64 and tokens[0] == tokens[1]
         assert not processes(tokens[0]), "the token is on a command line, or in an environment"
+        driver.until(lambda: CheckpointStore(run.model_dir).steps(), "saved a step")  # or it would begin anew
         if hosts.network is not None:
             hosts.network.cut(0)
         else:
