@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from mesh_transformer.evaluation import perplexity, plugin
 HARNESS = find_spec("lm_eval") is not None
 harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed (the extra `evaluation`)")
 WORD = TASKS["word"]
+NUMBER = re.compile(r"\d+\.\d+")
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,12 @@ def test_an_evaluation_that_was_stopped_goes_on(tmp_path, caplog, capsys):
     caplog.clear()
     assert eval_harness.main(arguments("--tasks", WORD, "--limit", "6", "--output", str(out))) == 0
     assert "4 of 6 are known already" in caplog.text
-    assert capsys.readouterr().out == first
+    again = capsys.readouterr().out
+    # Answers in a batch of another size differ in the last bits of a float32.
+    assert NUMBER.sub("#", again) == NUMBER.sub("#", first)
+    assert [float(x) for x in NUMBER.findall(again)] == pytest.approx(
+        [float(x) for x in NUMBER.findall(first)], rel=1e-5
+    )
     assert len((out / "answers.jsonl").read_text().splitlines()) == 6
 
 
@@ -99,7 +106,7 @@ def test_options_are_checked(wrong, capsys):
 
 @harness
 @pytest.mark.slow
-@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("registered", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_harness_command_knows_the_model(tmp_path, registered):
     """The name is registered, the model's arguments arrive, and the results are those of eval_harness.py."""
     model = trained()

@@ -28,7 +28,16 @@ def test_norms_of_small_batches_are_the_same_where_the_batches_are(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"pe": "t5"}, {"pe": "fixed"}, {"norm": "rmsnorm-bias"}, {"norm": "scalenorm"}], ids=str
+    "settings",
+    [
+        {"pe": "t5", "norm": "scalenorm"},
+        {"pe": "fixed", "norm": "rmsnorm-bias"},
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ({"pe": "t5"}, {"pe": "fixed"}, {"norm": "rmsnorm-bias"}, {"norm": "scalenorm"})
+        ),
+    ],
+    ids=str,
 )
 def test_other_positions_and_norms(settings: dict[str, str]) -> None:
     # With Adam's usual eps of 1e-8 the update of an entry whose gradient is about 1e-7 is the sign of rounding noise.

@@ -88,7 +88,7 @@ def test_eight_clients_stream_their_own_answers_at_once(server):
     assert found == expected and len(set(found)) == 8
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_nothing_is_compiled_once_the_batch_is_ready(completer, served_model, dp):
     """Whatever lengths, options and numbers of requests come; and rows lie in different replicas."""
     network = inference.load_network(load_config(served_model), mesh_of(dp, 1), [])

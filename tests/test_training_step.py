@@ -108,7 +108,7 @@ def test_a_mask_is_normalised_over_the_whole_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp", "microbatches", "per_replica"), [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+    ("dp", "microbatches", "per_replica"), [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.long)]
 )
 def test_small_gradients_are_those_of_each_replicas_microbatch(dp: int, microbatches: int, per_replica: int) -> None:
     """What the noise scale rests on (McCandlish et al. 2018, appendix A.1), from each small batch by itself.
@@ -170,7 +170,7 @@ def test_z_loss_as_asked_for(z_loss: str) -> None:
     assert float(net.train(rows)["z_loss"]) == pytest.approx(expected, rel=1e-4, abs=1e-12)
 
 
-@pytest.mark.parametrize("implementation", ["rbg", "threefry2x32"])
+@pytest.mark.parametrize("implementation", ["rbg", pytest.param("threefry2x32", marks=pytest.mark.long)])
 def test_either_kind_of_random_key(implementation: str) -> None:
     with jax.default_prng_impl(implementation):
         net = network_of(2, 2)

@@ -170,7 +170,7 @@ def test_columns_are_taken_apart_shard_by_shard() -> None:
 # New models
 
 
-@pytest.mark.parametrize(("dp", "mp"), [(1, 8), (4, 2)])
+@pytest.mark.parametrize(("dp", "mp"), [(4, 2), pytest.param(1, 8, marks=pytest.mark.long)])
 def test_real_heads_of_any_size_do_not_depend_on_the_mesh(dp: int, mp: int) -> None:
     nets = [network_of(*shape, seed=3, **V2) for shape in ((1, 1), (dp, mp))]
     obs = batch_of(4, 16)["obs"]
@@ -187,7 +187,7 @@ def test_evaluation_of_a_new_model_is_cross_entropy_alone() -> None:
     np.testing.assert_allclose(net.eval(rows)["all_loss"], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("merged", [None, 4])
+@pytest.mark.parametrize("merged", [None, pytest.param(4, marks=pytest.mark.long)])
 def test_generation_equals_the_full_forward_pass(merged: int | None) -> None:
     """Which the 2021 library's version 2 never did; on 8 shards with 4 merged heads too."""
     net = network_of(1, 8, seed=3, **({"v2_merged_heads": merged, "version": 2} if merged else V2))
@@ -214,7 +214,10 @@ def test_the_version_decides_the_network() -> None:
 # Meshes beyond 8 shards and not of powers of two
 
 
-@pytest.mark.parametrize(("dp", "mp", "version"), [(1, 3, 2), (2, 3, 1), pytest.param(1, 6, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("dp", "mp", "version"),
+    [(1, 3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 3, 1), (1, 6, 1)))],
+)
 def test_meshes_that_are_no_power_of_two(dp: int, mp: int, version: int) -> None:
     sizes = {"d_model": 48, "n_heads": 6, "n_vocab": 66, "version": version, "per_replica_batch": 2 // dp}
     batch = batch_of(1, 2, 16, vocab=66)

@@ -57,7 +57,11 @@ def test_the_update_is_that_of_stage_0_on_one_device(
         assert step["grad_norm"] / case[2] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [(("pe", "fixed"),), (("pe", "t5"), ("norm", "rmsnorm-bias"))], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param((("pe", "fixed"),), marks=pytest.mark.long), (("pe", "t5"), ("norm", "rmsnorm-bias"))],
+    ids=str,
+)
 def test_tables_and_other_norms_too(settings: tuple[tuple[str, Any], ...]) -> None:
     changes = (*settings, ("eps", 1e-4))  # see test_mesh_invariance.test_other_positions_and_norms
     compare(trained(2, 4, 1, (*changes, ("zero_stage", 3))), trained(1, 1, 1, changes))
@@ -140,7 +144,13 @@ def test_the_state_of_a_device_is_what_the_config_report_says(stage: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"n_vocab": 4096, "layers": 2}, {"version": 2, "early_collect": False}], ids=str
+    "changes",
+    [
+        {},
+        pytest.param({"n_vocab": 4096, "layers": 2}, marks=pytest.mark.long),
+        {"version": 2, "early_collect": False},
+    ],
+    ids=str,
 )
 def test_stage_3_holds_a_share_of_the_state_and_what_one_layer_needs(changes: dict[str, Any]) -> None:
     changes = changes | {"seq": 2}  # so that activations are a hundredth of it
@@ -212,7 +222,7 @@ def test_counting_takes_loops_into_account() -> None:
 # Through device_train.py
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=pytest.mark.long)])  # short: test_device_train_version2
 def test_a_run_with_stage_3_stops_and_resumes_bit_for_bit(
     version: int, training_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
