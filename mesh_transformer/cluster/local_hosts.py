@@ -31,7 +31,7 @@ class LocalHosts:
         self._session: RaySession | None = None
 
     def start(self, session: RaySession) -> Sequence[Host]:
-        """Start all nodes, as many at a time as there are cores; the hosts. Raises HostError naming those that did not join."""
+        """Start all nodes, a few at a time; the hosts. Raises HostError naming those that did not join."""
         self._session = session
         self._add(self._names)
         return [Host(name, self.address, self._devices, "cpu") for name in self._names]
