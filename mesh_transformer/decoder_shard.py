@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mesh_transformer import attention
+from mesh_transformer import attention, panels
 from mesh_transformer.collectives import shard_index, sum_over_shards
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.cross_entropy import PositionLosses, position_losses
@@ -57,11 +57,14 @@ def angles(position_B: jax.Array, dims: int) -> tuple[jax.Array, jax.Array]:
 
 
 class DecoderShard(CausalTransformerShard):
-    """One shard's prefill, chunk and step; the parameters are `CausalTransformerShard`'s, by the same names."""
+    """One shard's prefill, chunk and step; the parameters are `CausalTransformerShard`'s, by the same names.
 
-    def __init__(self, model: ModelConfig, mp: int, window: str = "full"):
+    `head`: the output head's matrix where it is not among them (see `decoder_weights.Weights`).
+    """
+
+    def __init__(self, model: ModelConfig, mp: int, window: str = "full", head: jax.Array | None = None):
         super().__init__(model, mp)
-        self.mp, self.window = mp, window_of(model, window)
+        self.mp, self.window, self.head = mp, window_of(model, window), head
 
     def prefill(self, layers: Layers, tokens_bT: jax.Array, length_b: jax.Array) -> tuple[jax.Array, Leaf, Leaf]:
         """The whole prompts at once, T at most the window: logits behind each row's last token, float32 [b, V], and
@@ -180,7 +183,7 @@ class DecoderShard(CausalTransformerShard):
         target_nT: jax.Array,
     ) -> PositionLosses:
         """The losses [n, T] of targets behind each of the tokens, which are read as by `extend` and written nowhere."""
-        h_TD, w, b = self.projection(self._read(layers, keys, values, row_n, tokens_nT, start_n, count_n))
+        h_TD, w, b = self.projection(self._read(layers, keys, values, row_n, tokens_nT, start_n, count_n), w=self.head)
         losses = position_losses(h_TD, w, b, target_nT.reshape(-1), self.model.logit_chunk, self.model.z_loss)
         return PositionLosses(*(x.reshape(target_nT.shape) for x in losses))
 
@@ -260,10 +263,10 @@ class DecoderShard(CausalTransformerShard):
     def whole_logits(self, x_bD: jax.Array) -> jax.Array:
         """Logits of the whole vocabulary, float32 [b, V], equal on all shards: each puts its part among zeros and the
         parts are summed, so that the result is known to be equal, which a gather's is not."""
-        h_bD, w, b = self.projection(x_bD)
-        part = jnp.dot(h_bD, w.astype(h_bD.dtype), preferred_element_type=jnp.float32) + b.astype(jnp.float32)[None, :]
-        zeros = jnp.zeros((x_bD.shape[0], w.shape[1] * self.mp), jnp.float32)
-        return sum_over_shards(lax.dynamic_update_slice(zeros, part, (0, shard_index() * w.shape[1])))
+        h_bD, w, b = self.projection(x_bD, w=self.head)
+        part = panels.product(h_bD, w) + b.astype(jnp.float32)[None, :]
+        zeros = jnp.zeros((len(part), len(b) * self.mp), jnp.float32)
+        return sum_over_shards(lax.dynamic_update_slice(zeros, part, (0, shard_index() * len(b))))
 
 
 def _slots(cache: Leaf) -> int:
@@ -273,6 +276,6 @@ def _slots(cache: Leaf) -> int:
 
 def apply(model: ModelConfig, mp: int, method: str, window: str = "full") -> Callable[..., Any]:
     """`DecoderShard(...).method(...)` as a pure function of (Weights, *arguments)."""
-    call = lambda *args: getattr(DecoderShard(model, mp, window), method)(*args)  # noqa: E731
+    call = lambda head, *args: getattr(DecoderShard(model, mp, window, head), method)(*args)  # noqa: E731
     transformed: Any = hk.without_apply_rng(hk.transform(call))
-    return lambda weights, *args: transformed.apply(weights.params, weights.layers, *args)
+    return lambda weights, *args: transformed.apply(weights.params, weights.head, weights.layers, *args)

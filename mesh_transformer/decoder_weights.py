@@ -1,8 +1,9 @@
 """Parameters as decoding reads them: matrices in the compute dtype, and on CPU one array for each layer.
 
 A token's step reads every weight once and does little else, so nothing may copy them. XLA's CPU backend copies a
-layer's slice of the stacked arrays before it multiplies by it; there the layers stand alone, as views of the same
-memory, and a layer's cache too. Elsewhere layers and caches stay stacked and are scanned.
+layer's slice of the stacked arrays before it multiplies by it; there the layers stand alone, and a layer's cache too:
+matrices as panels where these pay (see `panels`), all else as views of the same memory. Elsewhere layers and caches
+stay stacked and are scanned.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import parameters
+from mesh_transformer import panels, parameters
 from mesh_transformer.config import ModelConfig
 from mesh_transformer.mesh import DP, MP
+from mesh_transformer.parameters import Kind
 from mesh_transformer.sampler import Leaf
 from mesh_transformer.state import Params
 
 
 class Weights(NamedTuple):
     """`params`, in the tree of the parameters; where layers stand alone without them, and `layers`, {name: array} of
-    each, else None."""
+    each, else None. `head`: the panels of the output head's matrix, which `params` is without then, or None."""
 
     params: Any
-    layers: Any
+    layers: Any = None
+    head: Any = None
 
 
 def stands_alone(mesh: Mesh) -> bool:
@@ -60,12 +63,15 @@ def specs(model: ModelConfig, mesh: Mesh) -> Weights:
     whole = parameters.specs(model, mesh.shape[MP])
     if not stands_alone(mesh):
         return Weights(whole, None)
-    layer = {name: P(*spec[1:]) for name, spec in whole.pop(parameters.LAYERS).items()}
-    return Weights(whole, (layer,) * model.layers)
+    kinds = parameters.kinds(model, mesh.shape[MP])
+    whole = parameters.tree((kind, _alone_spec(kind, mesh)) for kind in kinds)
+    head = whole[parameters.PROJECTION].pop("w") if any(_is_head(k) and _in_panels(k, mesh) for k in kinds) else None
+    return Weights(whole, (whole.pop(parameters.LAYERS),) * model.layers, head)
 
 
 def weights(model: ModelConfig, mesh: Mesh, params: Params | Weights) -> Weights:
-    """What decoding reads, made of parameters; costs no memory where these have the compute dtype already.
+    """What decoding reads, made of parameters; costs no memory where these have the compute dtype already, but where
+    matrices are copied into panels.
 
     Vectors and tables keep their dtype: the network adds them in float32. The parameters must live as long as this,
     undonated. Weights are returned as they are.
@@ -74,15 +80,45 @@ def weights(model: ModelConfig, mesh: Mesh, params: Params | Weights) -> Weights
         return params
     dtype = jnp.dtype(model.compute_dtype)
     whole = {module: dict(group) for module, group in params.items()}
+    del params  # a caller that has let go of them too holds every matrix once
+    alone: dict[str, Sequence[jax.Array]] = {}
+    head = None
     for kind in parameters.kinds(model, mesh.shape[MP]):
-        if kind.decay and kind.module in (parameters.LAYERS, parameters.PROJECTION):
-            whole[kind.module][kind.name] = _cast(whole[kind.module][kind.name], dtype)
+        group = whole[kind.module]
+        if _is_matrix(kind):
+            group[kind.name] = _cast(group[kind.name], dtype)
+        if not stands_alone(mesh):
+            continue
+        if kind.stacked:
+            alone[kind.name] = _alone(group.pop(kind.name), kind, mesh)
+        elif _is_head(kind) and _in_panels(kind, mesh):
+            (head,) = _alone(group.pop(kind.name), kind, mesh)
     if not stands_alone(mesh):
         return Weights(whole, None)
-    placed = specs(model, mesh).layers[0]
-    stacked = whole.pop(parameters.LAYERS)
-    alone = {name: _unstacked(x, NamedSharding(mesh, placed[name])) for name, x in stacked.items()}
-    return Weights(whole, tuple({name: alone[name][i] for name in alone} for i in range(model.layers)))
+    del whole[parameters.LAYERS]
+    return Weights(whole, tuple({name: alone[name][i] for name in alone} for i in range(model.layers)), head)
+
+
+def _is_head(kind: Kind) -> bool:
+    return kind.path == (parameters.PROJECTION, "w")
+
+
+def _is_matrix(kind: Kind) -> bool:
+    """Whether the network multiplies by it."""
+    return _is_head(kind) or (kind.decay and kind.module == parameters.LAYERS)
+
+
+def _in_panels(kind: Kind, mesh: Mesh) -> bool:
+    return panels.pay(mesh) and _is_matrix(kind) and panels.fits(kind.local_shape(mesh.shape[MP])[-1])
+
+
+def _alone_spec(kind: Kind, mesh: Mesh) -> P:
+    """Placement of a CPU's parameter, of one layer where it is stacked: of panels, a cut of columns cuts the panels."""
+    spec = P(*kind.spec()[1:]) if kind.stacked else kind.spec()
+    if not _in_panels(kind, mesh):
+        return spec
+    rows, columns = (*spec, None, None)[:2]
+    return P(columns, rows, None)
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -94,12 +130,21 @@ def _casting(dtype: Any) -> Any:
     return jax.jit(lambda x: x.astype(dtype))
 
 
-def _unstacked(x: jax.Array, sharding: NamedSharding) -> Sequence[jax.Array]:
-    """The layers of a CPU's array, each a view where its address allows."""
+def _alone(x: jax.Array, kind: Kind, mesh: Mesh) -> Sequence[jax.Array]:
+    """The layers of a CPU's array, one where it is not stacked: matrices as panels, others as views where their
+    address allows."""
+    sharding, as_panels = NamedSharding(mesh, _alone_spec(kind, mesh)), _in_panels(kind, mesh)
+    shape = kind.layer_shape
+    if as_panels:
+        shape = (shape[1] // panels.WIDTH, shape[0], panels.WIDTH)
     blocks = [(np.asarray(shard.data), shard.device) for shard in x.addressable_shards]
+    if not kind.stacked:
+        blocks = [(block[None], device) for block, device in blocks]
+
+    def placed(block: np.ndarray, device: jax.Device) -> jax.Array:
+        return jax.device_put(panels.cut(block) if as_panels else block, device, may_alias=True)
+
     return [
-        jax.make_array_from_single_device_arrays(
-            x.shape[1:], sharding, [jax.device_put(block[i, ...], device, may_alias=True) for block, device in blocks]
-        )
-        for i in range(x.shape[0])
+        jax.make_array_from_single_device_arrays(shape, sharding, [placed(b[i, ...], device) for b, device in blocks])
+        for i in range(len(blocks[0][0]))
     ]

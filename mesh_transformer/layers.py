@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer import attention, parameters
+from mesh_transformer import attention, panels, parameters
 from mesh_transformer.collected_vocabulary import collected_rows
 from mesh_transformer.collectives import (
     Probe,
@@ -78,7 +78,7 @@ def normalise(x: jax.Array, params: LayerParams, norm: str) -> jax.Array:
 
 def project(x_TD: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
     """x w + b in x's dtype, accumulated in float32."""
-    out = jnp.dot(x_TD, w.astype(x_TD.dtype), preferred_element_type=jnp.float32)
+    out = panels.product(x_TD, w)
     if b is not None:
         out = out + b.astype(jnp.float32)[None, :]
     return out.astype(x_TD.dtype)
@@ -135,7 +135,7 @@ def join(x_TD: jax.Array, attended_BhSK: jax.Array, h_TD: jax.Array, params: Lay
     The bias is whole on every shard, so it is added behind the sum, once.
     """
     flat = attended_BhSK.transpose(0, 2, 1, 3).reshape(h_TD.shape[0], -1)
-    if flat.shape[1] != params["o"].shape[0]:  # all heads on every shard, see `qkv`
+    if flat.shape[1] != params["o"].shape[-2]:  # all heads on every shard, see `qkv`
         flat = part_of_shard(flat)
     part = project(flat, params["o"]) + feed_forward(h_TD, params)
     return x_TD + sum_over_shards(part) + params["b2"].astype(x_TD.dtype)[None, :]
@@ -170,14 +170,15 @@ class ShardModule(hk.Module):
     def kinds(self) -> list[Kind]:
         return [kind for kind in parameters.kinds(self.model, self.mp) if kind.module == self.table]
 
-    def params(self) -> dict[str, jax.Array]:
-        """This shard's blocks, {name: array}; Haiku fetches them by the names of the table.
+    def params(self, without: str | None = None) -> dict[str, jax.Array]:
+        """This shard's blocks, {name: array}, `without` one of them; Haiku fetches them by the names of the table.
 
         Values are drawn for whole tensors (`transformer_shard.init_params`), so the initialisers here give shapes only.
         """
         return {
             kind.name: hk.get_parameter(kind.name, kind.local_shape(self.mp, self.zero), jnp.float32, jnp.zeros)
             for kind in self.kinds()
+            if kind.name != without
         }
 
     def collect(self, params: LayerParams, probe: Probe | None, dtype: jnp.dtype) -> LayerParams:
@@ -247,10 +248,15 @@ class TransformerLayerShard(ShardModule):
 class ProjectionShard(ShardModule):
     """The last norm, and the matrix and bias of this shard's part of the vocabulary."""
 
-    def __call__(self, x_TD: jax.Array, probe: Probe | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The normalised stream [T, D] as this shard reads it, w [D, v], b [v]."""
-        params = self.collect(self.params(), probe, x_TD.dtype)
-        return normalise(x_TD, params, self.model.norm), params["w"], params["b"]
+    def __call__(
+        self, x_TD: jax.Array, probe: Probe | None = None, w: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The normalised stream [T, D] as this shard reads it, w [D, v], b [v].
+
+        `w`: the matrix where it does not stand among the parameters (see `decoder_weights`).
+        """
+        params = self.collect(self.params(without=None if w is None else "w"), probe, x_TD.dtype)
+        return normalise(x_TD, params, self.model.norm), params["w"] if w is None else w, params["b"]
 
     def uncollected(self, x_TD: jax.Array, probe: Probe | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """As a call, but of w what this replica holds, [D/P, v] on P replicas."""

@@ -223,10 +223,13 @@ class CausalTransformer:
         self.zero = Zero(config.mesh.zero_stage, config.version == 2 and config.run.early_collect)
         self._state: TrainState | None = None
         self._weights: Any = None
+        self._decodes = False
 
     @property
     def state(self) -> TrainState:
         """Parameters, optimizer state (none with `early_cast`) and step; fresh ones from the seed on first use."""
+        if self._decodes:
+            raise RuntimeError("this network only decodes: decode_only() has let go of its state")
         if self._state is None:
             params = init_params(self.model, self.mesh, self.config.run.seed, self.zero)
             if self.model.early_cast:
@@ -238,7 +241,7 @@ class CausalTransformer:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state, self._weights = state, None
+        self._state, self._weights, self._decodes = state, None, False
 
     @property
     def weights(self) -> Any:
@@ -247,6 +250,17 @@ class CausalTransformer:
 
         self._weights = self._weights or weights(self.model, self.mesh, self.whole_params())
         return self._weights
+
+    def decode_only(self) -> None:
+        """Keeps the parameters only as decoding reads them, so that matrices which are copied for that are held once.
+
+        What needs `state` (training, eval, saving) raises RuntimeError from then on, until another one is set.
+        """
+        from mesh_transformer.decoder_weights import weights  # fmt: skip
+
+        held = [self.whole_params()]
+        self._state, self._decodes = None, True
+        self._weights = weights(self.model, self.mesh, held.pop())
 
     @property
     def _param_dtype(self) -> Any:

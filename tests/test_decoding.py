@@ -25,7 +25,7 @@ LONG = [(pe, norm) for pe in POSITIONS for norm in NORMS if (pe, norm) not in SH
 
 def check_every_position(net, prompts, count, window=None):
     """Generates greedily and compares all logits and tokens with the plain model on the whole texts."""
-    out = generate(net, prompts, count, GREEDY, return_logits=True)
+    out = generate(net, prompts, count, GREEDY, width=net.model.seq, return_logits=True)
     for prompt, tokens, logits in zip(prompts, out["tokens"], out["logits"], strict=True):
         text = np.concatenate([prompt, tokens])[:-1]
         wanted = plain_model.logits(net.state.params, net.model, text, window)[len(prompt) - 1 :]

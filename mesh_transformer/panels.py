@@ -1,0 +1,58 @@
+"""Products with matrices that are kept as panels, strips of WIDTH columns each, for decoding on CPU.
+
+A step of a few rows is bound by the reading of weights. XLA's CPU backend packs the right operand of a product before
+it multiplies, the whole matrix at each step, which for eight rows costs more than the product; of a panel, which lies
+together in memory, it packs little (docs/measurements/generate-speed.md has the figures). Elsewhere matrices stay
+matrices.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+# The fastest of 16, 32, 48, 64, 80, 128 and 256 columns for eight rows, in float32 and in bfloat16.
+WIDTH = 64
+# Of more rows than this a product takes panel after panel: to take all at once, XLA writes the rows once for each.
+MOST_ROWS_AT_ONCE = 64
+
+
+def pay(mesh: Mesh) -> bool:
+    """Whether matrices are kept as panels on this mesh: the products of all panels at once run on one core, so that
+    every core must have a device."""
+    devices = mesh.local_devices
+    return bool(devices[0].platform == "cpu") and len(devices) >= _cores()
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fits(columns: int) -> bool:
+    """Whether a matrix of so many columns (a shard's) can be kept as panels."""
+    return columns % WIDTH == 0
+
+
+def cut(w: np.ndarray) -> np.ndarray:
+    """[K, N] -> [N/WIDTH, K, WIDTH], a copy."""
+    rows, columns = w.shape
+    return np.ascontiguousarray(w.reshape(rows, columns // WIDTH, WIDTH).transpose(1, 0, 2))
+
+
+def product(x_TK: jax.Array, w: jax.Array) -> jax.Array:
+    """x w, float32 [T, N], of a matrix [K, N] or of its panels [N/WIDTH, K, WIDTH], in x's dtype."""
+    w = w.astype(x_TK.dtype)
+    if w.ndim == 2:
+        return jnp.dot(x_TK, w, preferred_element_type=jnp.float32)
+    if len(x_TK) > MOST_ROWS_AT_ONCE:
+        out = lax.map(lambda panel: jnp.dot(x_TK, panel, preferred_element_type=jnp.float32), w)
+    else:
+        each = jnp.broadcast_to(x_TK, (len(w), *x_TK.shape))
+        out = lax.dot_general(each, w, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return out.transpose(1, 0, 2).reshape(len(x_TK), -1)
