@@ -141,7 +141,7 @@ class StaticBatches:
             [Options(each.tokens, {"temp": 0.8, "logit_bias": {0: -100.0}}, each.seed) for each in group]
         )
         return generation.Stream(
-            network.model, network.mesh, network.state.params, [each.prompt for each in group],
+            network.model, network.mesh, network.weights, [each.prompt for each in group],
             [each.tokens for each in group], sampler, [(0,)] * len(group), IDS, mode_of(sampler),
         )  # fmt: skip
 

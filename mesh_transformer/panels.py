@@ -18,6 +18,8 @@ from jax.sharding import Mesh
 
 # The fastest of 16, 32, 48, 64, 80, 128 and 256 columns for eight rows, in float32 and in bfloat16.
 WIDTH = 64
+# Fewer rows are filled up: XLA multiplies them by code of its own, which takes longer than YNNPACK's for four.
+LEAST_ROWS = 4
 # Of more rows than this a product takes panel after panel: to take all at once, XLA writes the rows once for each.
 MOST_ROWS_AT_ONCE = 64
 
@@ -50,9 +52,11 @@ def product(x_TK: jax.Array, w: jax.Array) -> jax.Array:
     w = w.astype(x_TK.dtype)
     if w.ndim == 2:
         return jnp.dot(x_TK, w, preferred_element_type=jnp.float32)
-    if len(x_TK) > MOST_ROWS_AT_ONCE:
+    rows = len(x_TK)
+    if rows > MOST_ROWS_AT_ONCE:
         out = lax.map(lambda panel: jnp.dot(x_TK, panel, preferred_element_type=jnp.float32), w)
     else:
+        x_TK = jnp.pad(x_TK, ((0, max(LEAST_ROWS - rows, 0)), (0, 0)))
         each = jnp.broadcast_to(x_TK, (len(w), *x_TK.shape))
-        out = lax.dot_general(each, w, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    return out.transpose(1, 0, 2).reshape(len(x_TK), -1)
+        out = lax.dot_general(each, w, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)[:, :rows]
+    return out.transpose(1, 0, 2).reshape(rows, -1)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("uncached")
 
 ROOT = Path(__file__).parent.parent
 V2 = {"d_head": 6, "ckpt_every": 2, "val_set": {}}
-FORMATS = ["orbax", "shards"]
+FORMATS = ["orbax", pytest.param("shards", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
