@@ -148,7 +148,9 @@ def run(options: argparse.Namespace) -> None:
         inference.check_tokenizer(step_dirs[0], config, tokenizer)
     settings = settings_of(options, config)
     mesh = inference.start_mesh(config, options.platform, options.devices)
-    completer = completion.Completer(inference.load_network(config, mesh, step_dirs), tokenizer)
+    network = inference.load_network(config, mesh, step_dirs)
+    network.decode_only()
+    completer = completion.Completer(network, tokenizer)
     if options.seed is None and settings.sampler["temp"]:
         print(f"seed {settings.seed}", file=sys.stderr)
     if options.prompt_file is not None:

@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
     def load() -> Batch:
         mesh = inference.start_mesh(config, options.platform, options.devices)
         network = inference.load_network(config, mesh, step_dirs)
+        network.decode_only()
         batch = Batch(completion.Completer(network, tokenizer), limits, options.filter_order, options.window)
         batch.compile()
         return batch

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_transformer import panels
 from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards, varying
 
 Z_LOSS_WEIGHT = 1e-4
@@ -42,18 +41,19 @@ class _Chunk(NamedTuple):
 
 def _chunk(h_CD: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_C: jax.Array, z_loss: str, ties: bool) -> _Chunk:
     """`ties`: whether `correct` looks for equal logits of lower ids, which is one more pass over the logits."""
-    logits = panels.product(h_CD, w_Dv) + b_v.astype(jnp.float32)[None, :]
+    logits = jnp.dot(h_CD, w_Dv.astype(h_CD.dtype), preferred_element_type=jnp.float32)
+    logits = logits + b_v.astype(jnp.float32)[None, :]
     peak = max_over_shards(jnp.max(logits, axis=-1))
     exp = jnp.exp(logits - peak[:, None])
-    local = target_C - shard_index() * len(b_v)
-    mine = (local >= 0) & (local < len(b_v))
+    local = target_C - shard_index() * w_Dv.shape[1]
+    mine = (local >= 0) & (local < w_Dv.shape[1])
     column = jnp.where(mine, local, 0)
     found = jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] - peak
     at_peak = logits == peak[:, None]
     # One reduction for all: the normaliser, the target's logit, which lives on one shard only, and ties before it.
     sums = [exp.sum(-1), jnp.where(mine, found, 0.0)]
     if ties:
-        before = jnp.arange(len(b_v), dtype=jnp.int32)[None, :] < local[:, None]
+        before = jnp.arange(w_Dv.shape[1], dtype=jnp.int32)[None, :] < local[:, None]
         sums.append(jnp.sum((at_peak & before).astype(jnp.float32), axis=-1))
     total, hit, *equal = sum_over_shards(jnp.stack(sums))
     losses, log_z = losses_of(peak, total, hit, z_loss)
@@ -104,8 +104,7 @@ def chunks(x: jax.Array, size: int) -> jax.Array:
 def position_losses(
     h_ND: jax.Array, w_Dv: jax.Array, b_v: jax.Array, target_N: jax.Array, chunk: int, z_loss: str
 ) -> PositionLosses:
-    """Losses of every position, without a gradient (evaluation). `target_N` are ids of the whole vocabulary; the
-    matrix may be kept as panels (see `panels`)."""
+    """Losses of every position, without a gradient (evaluation). `target_N` are ids of the whole vocabulary."""
     size = min(chunk, h_ND.shape[0])
 
     def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, PositionLosses]:

@@ -183,7 +183,7 @@ class DecoderShard(CausalTransformerShard):
         target_nT: jax.Array,
     ) -> PositionLosses:
         """The losses [n, T] of targets behind each of the tokens, which are read as by `extend` and written nowhere."""
-        h_TD, w, b = self.projection(self._read(layers, keys, values, row_n, tokens_nT, start_n, count_n), w=self.head)
+        h_TD, w, b = self.projection(self._read(layers, keys, values, row_n, tokens_nT, start_n, count_n))
         losses = position_losses(h_TD, w, b, target_nT.reshape(-1), self.model.logit_chunk, self.model.z_loss)
         return PositionLosses(*(x.reshape(target_nT.shape) for x in losses))
 

@@ -2,8 +2,8 @@
 
 A token's step reads every weight once and does little else, so nothing may copy them. XLA's CPU backend copies a
 layer's slice of the stacked arrays before it multiplies by it; there the layers stand alone, and a layer's cache too:
-matrices as panels where these pay (see `panels`), all else as views of the same memory. Elsewhere layers and caches
-stay stacked and are scanned.
+matrices as panels where these are used (see `panels`), all else as views of the same memory. Elsewhere layers and
+caches stay stacked and are scanned.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from mesh_transformer.mesh import DP, MP
 from mesh_transformer.parameters import Kind
 from mesh_transformer.sampler import Leaf
 from mesh_transformer.state import Params
+
+_HEAD = (parameters.PROJECTION, "w")
 
 
 class Weights(NamedTuple):
@@ -58,23 +60,25 @@ def each_layer(function: Callable[..., Any], *caches: Leaf) -> Any:
     return jax.vmap(function)(*caches)
 
 
-def specs(model: ModelConfig, mesh: Mesh) -> Weights:
+def specs(model: ModelConfig, mesh: Mesh, whole_matrices: bool = False) -> Weights:
     """Placement of `weights`."""
     whole = parameters.specs(model, mesh.shape[MP])
     if not stands_alone(mesh):
         return Weights(whole, None)
     kinds = parameters.kinds(model, mesh.shape[MP])
-    whole = parameters.tree((kind, _alone_spec(kind, mesh)) for kind in kinds)
-    head = whole[parameters.PROJECTION].pop("w") if any(_is_head(k) and _in_panels(k, mesh) for k in kinds) else None
+    in_panels = {kind.path: _in_panels(kind, mesh, whole_matrices) for kind in kinds}
+    whole = parameters.tree((kind, _alone_spec(kind, in_panels[kind.path])) for kind in kinds)
+    head = whole[parameters.PROJECTION].pop("w") if in_panels[_HEAD] else None
     return Weights(whole, (whole.pop(parameters.LAYERS),) * model.layers, head)
 
 
-def weights(model: ModelConfig, mesh: Mesh, params: Params | Weights) -> Weights:
-    """What decoding reads, made of parameters; costs no memory where these have the compute dtype already, but where
-    matrices are copied into panels.
+def weights(model: ModelConfig, mesh: Mesh, params: Params | Weights, whole_matrices: bool = False) -> Weights:
+    """What decoding reads, made of parameters. A matrix is copied into panels where these are used, unless
+    `whole_matrices` are asked for (of many rows the products of panels are slower), or where it has another dtype than
+    computing; all else takes no memory.
 
-    Vectors and tables keep their dtype: the network adds them in float32. The parameters must live as long as this,
-    undonated. Weights are returned as they are.
+    Vectors and tables keep their dtype: the network adds them in float32. The parameters must not be donated while this
+    is in use. Weights are returned as they are.
     """
     if isinstance(params, Weights):
         return params
@@ -82,40 +86,38 @@ def weights(model: ModelConfig, mesh: Mesh, params: Params | Weights) -> Weights
     whole = {module: dict(group) for module, group in params.items()}
     del params  # a caller that has let go of them too holds every matrix once
     alone: dict[str, Sequence[jax.Array]] = {}
-    head = None
+    head: jax.Array | None = None
     for kind in parameters.kinds(model, mesh.shape[MP]):
         group = whole[kind.module]
         if _is_matrix(kind):
             group[kind.name] = _cast(group[kind.name], dtype)
         if not stands_alone(mesh):
             continue
+        in_panels = _in_panels(kind, mesh, whole_matrices)
         if kind.stacked:
-            alone[kind.name] = _alone(group.pop(kind.name), kind, mesh)
-        elif _is_head(kind) and _in_panels(kind, mesh):
-            (head,) = _alone(group.pop(kind.name), kind, mesh)
+            alone[kind.name] = _for_cpu(group.pop(kind.name), kind, mesh, in_panels)
+        elif in_panels:
+            (head,) = _for_cpu(group.pop(kind.name), kind, mesh, in_panels)
     if not stands_alone(mesh):
         return Weights(whole, None)
     del whole[parameters.LAYERS]
     return Weights(whole, tuple({name: alone[name][i] for name in alone} for i in range(model.layers)), head)
 
 
-def _is_head(kind: Kind) -> bool:
-    return kind.path == (parameters.PROJECTION, "w")
-
-
 def _is_matrix(kind: Kind) -> bool:
     """Whether the network multiplies by it."""
-    return _is_head(kind) or (kind.decay and kind.module == parameters.LAYERS)
+    return kind.path == _HEAD or (kind.decay and kind.module == parameters.LAYERS)
 
 
-def _in_panels(kind: Kind, mesh: Mesh) -> bool:
-    return panels.pay(mesh) and _is_matrix(kind) and panels.fits(kind.local_shape(mesh.shape[MP])[-1])
+def _in_panels(kind: Kind, mesh: Mesh, whole_matrices: bool) -> bool:
+    fits = _is_matrix(kind) and panels.fits(kind.local_shape(mesh.shape[MP])[-1])
+    return fits and not whole_matrices and panels.used_on(mesh)
 
 
-def _alone_spec(kind: Kind, mesh: Mesh) -> P:
+def _alone_spec(kind: Kind, in_panels: bool) -> P:
     """Placement of a CPU's parameter, of one layer where it is stacked: of panels, a cut of columns cuts the panels."""
     spec = P(*kind.spec()[1:]) if kind.stacked else kind.spec()
-    if not _in_panels(kind, mesh):
+    if not in_panels:
         return spec
     rows, columns = (*spec, None, None)[:2]
     return P(columns, rows, None)
@@ -130,21 +132,20 @@ def _casting(dtype: Any) -> Any:
     return jax.jit(lambda x: x.astype(dtype))
 
 
-def _alone(x: jax.Array, kind: Kind, mesh: Mesh) -> Sequence[jax.Array]:
+def _for_cpu(x: jax.Array, kind: Kind, mesh: Mesh, in_panels: bool) -> Sequence[jax.Array]:
     """The layers of a CPU's array, one where it is not stacked: matrices as panels, others as views where their
     address allows."""
-    sharding, as_panels = NamedSharding(mesh, _alone_spec(kind, mesh)), _in_panels(kind, mesh)
-    shape = kind.layer_shape
-    if as_panels:
+    sharding, shape = NamedSharding(mesh, _alone_spec(kind, in_panels)), kind.layer_shape
+    if in_panels:
         shape = (shape[1] // panels.WIDTH, shape[0], panels.WIDTH)
     blocks = [(np.asarray(shard.data), shard.device) for shard in x.addressable_shards]
     if not kind.stacked:
         blocks = [(block[None], device) for block, device in blocks]
 
     def placed(block: np.ndarray, device: jax.Device) -> jax.Array:
-        return jax.device_put(panels.cut(block) if as_panels else block, device, may_alias=True)
+        return jax.device_put(panels.cut(block) if in_panels else block, device, may_alias=True)
 
     return [
         jax.make_array_from_single_device_arrays(shape, sharding, [placed(b[i, ...], device) for b, device in blocks])
-        for i in range(len(blocks[0][0]))
+        for i in range(kind.sizes["layers"] if kind.stacked else 1)
     ]

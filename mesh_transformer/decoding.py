@@ -254,7 +254,8 @@ def _room(rows: Rows, vocabulary: int, mode: Mode) -> tuple[Any, Any, Any]:
 def compiled(
     function: Callable[..., Any], model: ModelConfig, mesh: Mesh, in_specs: Any, mode: Mode, donate: tuple[int, ...]
 ) -> Any:
-    """`(weights, *arguments) -> (Rows, Drawn)` mapped over the mesh and compiled; takes parameters for weights too.
+    """`(weights, *arguments) -> (Rows, Drawn)` mapped over the mesh and compiled; takes parameters for weights too, of
+    which it makes weights at each call.
 
     `in_specs` are those of the arguments. `Drawn` is whole on every process.
     """

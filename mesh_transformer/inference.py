@@ -128,10 +128,8 @@ def start_mesh(config: Config, platform: str | None, devices: int | None) -> jax
 
 
 def load_network(config: Config, mesh: jax.sharding.Mesh, step_dirs: Sequence[str]) -> CausalTransformer:
-    """The network of `load_step`, which only decodes (see `CausalTransformer.decode_only`)."""
-    network = load_step(config, mesh, step_dirs)[0]
-    network.decode_only()
-    return network
+    """The network of `load_step` alone."""
+    return load_step(config, mesh, step_dirs)[0]
 
 
 def load_step(

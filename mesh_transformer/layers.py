@@ -253,7 +253,7 @@ class ProjectionShard(ShardModule):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The normalised stream [T, D] as this shard reads it, w [D, v], b [v].
 
-        `w`: the matrix where it does not stand among the parameters (see `decoder_weights`).
+        `w`: the matrix, or its panels, where it does not stand among the parameters (see `decoder_weights`).
         """
         params = self.collect(self.params(without=None if w is None else "w"), probe, x_TD.dtype)
         return normalise(x_TD, params, self.model.norm), params["w"] if w is None else w, params["b"]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+from mesh_transformer import parameters
+from mesh_transformer.config import Config
 from mesh_transformer.config_groups import ModelConfig
 
 QUERY_BLOCK = 128  # rows of attention's scores that are worked on at once
@@ -43,3 +45,18 @@ def _score_rows(seq: int) -> float:
     """Of a head's scores [seq, seq] as many rows as are there at once: a block of each span, up to the span's end."""
     spans = min(UNROLLED, math.ceil(seq / QUERY_BLOCK))
     return min(seq, QUERY_BLOCK) * (spans + 1) / 2
+
+
+def remat_that_fits(config: Config, dp: int, mp: int, itemsize: int, limit: int | None) -> str:
+    """`dots` where what it keeps fits beside the state into `limit` bytes of a device, else `full`.
+
+    A platform that does not tell its memory (CPU) gets `dots`, the fastest there too.
+    """
+    if not limit:
+        return "dots"
+    model = config.model
+    # masters, two moments and a gradient in float32
+    parts = {0: 1, 1: 16 / (8 + 8 / dp), 3: dp}[config.mesh.zero_stage]
+    state = parameters.count(model, mp) / mp * 16 / parts
+    kept = kept_bytes(model, mp, config.mesh.per_replica_batch * model.seq, "dots", itemsize)
+    return "dots" if state + 1.3 * kept < 0.85 * limit else "full"

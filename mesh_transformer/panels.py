@@ -8,6 +8,7 @@ matrices.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import jax
@@ -24,15 +25,16 @@ LEAST_ROWS = 4
 MOST_ROWS_AT_ONCE = 64
 
 
-def pay(mesh: Mesh) -> bool:
-    """Whether matrices are kept as panels on this mesh: the products of all panels at once run on one core, so that
-    every core must have a device."""
-    devices = mesh.local_devices
-    return bool(devices[0].platform == "cpu") and len(devices) >= _cores()
+def used_on(mesh: Mesh) -> bool:
+    """Whether matrices are kept as panels on this mesh: the products of all panels at once run on one core, so every
+    core must have a device; and several processes, which might differ in that, have none."""
+    devices = mesh.devices.flat
+    return bool(devices[0].platform == "cpu") and not mesh.is_multi_process and len(devices) >= _cores()
 
 
+@functools.cache
 def _cores() -> int:
-    """Those that this process may use."""
+    """Hardware threads that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

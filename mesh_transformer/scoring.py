@@ -74,7 +74,7 @@ def context_step(model: ModelConfig, mesh: Mesh) -> Any:
         _, keys, values = forward(copy_to_replicas(weights), tokens)
         return Contexts(keys, values)
 
-    in_specs, out_specs = (decoder_weights.specs(model, mesh), P(DP)), Contexts(*(cache_spec(mesh),) * 2)
+    in_specs, out_specs = (_specs(model, mesh), P(DP)), Contexts(*(cache_spec(mesh),) * 2)
     return _compiled(read, model, mesh, in_specs, out_specs, steps.shardings(mesh, out_specs))
 
 
@@ -95,7 +95,7 @@ def score_step(model: ModelConfig, mesh: Mesh) -> Any:
         return Scores(-losses.cross_entropy, losses.correct > 0)
 
     contexts = Contexts(*(cache_spec(mesh),) * 2)
-    in_specs = (decoder_weights.specs(model, mesh), contexts, _CONTINUATIONS)
+    in_specs = (_specs(model, mesh), contexts, _CONTINUATIONS)
     return _compiled(score, model, mesh, in_specs, Scores(P(DP), P(DP)), NamedSharding(mesh, P()))
 
 
@@ -117,17 +117,30 @@ def listed_step(model: ModelConfig, mesh: Mesh, most: int, window: str = "full")
 
     contexts = Contexts(*(cache_spec(mesh),) * 2)
     in_specs = (decoder_weights.specs(model, mesh), contexts, _CONTINUATIONS, P())
-    return _compiled(listed, model, mesh, in_specs, LogProbs(*(P(DP),) * 3), NamedSharding(mesh, P()))
+    placed = NamedSharding(mesh, P())
+    return _compiled(listed, model, mesh, in_specs, LogProbs(*(P(DP),) * 3), placed, whole_matrices=False)
+
+
+def _specs(model: ModelConfig, mesh: Mesh) -> Weights:
+    """An evaluation reads many rows at once, so its matrices are whole."""
+    return decoder_weights.specs(model, mesh, whole_matrices=True)
 
 
 def _compiled(
-    function: Callable[..., Any], model: ModelConfig, mesh: Mesh, in_specs: Any, out_specs: Any, placed: Any
+    function: Callable[..., Any],
+    model: ModelConfig,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    placed: Any,
+    whole_matrices: bool = True,
 ) -> Any:
+    """Takes parameters, and makes views of their layers at each call; or weights of this kind, as they are."""
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=steps.live(mesh, in_specs), out_specs=steps.live(mesh, out_specs)
     )
     run = jax.jit(mapped, in_shardings=steps.shardings(mesh, in_specs), out_shardings=placed)
-    return lambda params, *arguments: run(decoder_weights.weights(model, mesh, params), *arguments)
+    return lambda params, *arguments: run(decoder_weights.weights(model, mesh, params, whole_matrices), *arguments)
 
 
 def place(mesh: Mesh, texts: Continuations) -> Continuations:

@@ -245,22 +245,21 @@ class CausalTransformer:
 
     @property
     def weights(self) -> Any:
-        """The parameters as decoding reads them; made on first use, and kept until `state` is another."""
+        """`decoder_weights.weights` of the parameters, made on first use, and kept until `state` is another."""
         from mesh_transformer.decoder_weights import weights  # fmt: skip
 
         self._weights = self._weights or weights(self.model, self.mesh, self.whole_params())
         return self._weights
 
     def decode_only(self) -> None:
-        """Keeps the parameters only as decoding reads them, so that matrices which are copied for that are held once.
-
-        What needs `state` (training, eval, saving) raises RuntimeError from then on, until another one is set.
-        """
+        """Keeps nothing but `weights`, so that matrices copied for them are held once; `state`, and with it training,
+        eval and saving, raises RuntimeError until another one is set."""
         from mesh_transformer.decoder_weights import weights  # fmt: skip
 
-        held = [self.whole_params()]
-        self._state, self._decodes = None, True
-        self._weights = weights(self.model, self.mesh, held.pop())
+        held = [] if self._decodes else [self.whole_params()]
+        self._state, self._decodes = None, True  # before the copies are made
+        if self._weights is None:
+            self._weights = weights(self.model, self.mesh, held.pop())
 
     @property
     def _param_dtype(self) -> Any:
@@ -393,22 +392,8 @@ def settle(config: Config, mesh: Mesh) -> ModelConfig:
     device = (mesh.local_devices or mesh.devices.flat)[0]  # a process can ask only its own about their memory
     fused_attention.cudnn_works()
     dtype = model.compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    remat = model.remat if model.remat != "auto" else _remat_for(config, mesh, dtype, device)
+    remat = model.remat
+    if remat == "auto":
+        limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+        remat = memory.remat_that_fits(config, mesh.shape[DP], mesh.shape[MP], jnp.dtype(dtype).itemsize, limit)
     return dataclasses.replace(model, compute_dtype=dtype, remat=remat)
-
-
-def _remat_for(config: Config, mesh: Mesh, dtype: str, device: jax.Device) -> str:
-    """`dots` where what it keeps fits beside the state, else `full`.
-
-    A platform that does not tell its memory (CPU) gets `dots`, the fastest there too.
-    """
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-    if not limit:
-        return "dots"
-    model, mp = config.model, mesh.shape[MP]
-    # masters, two moments and a gradient in float32
-    parts = {0: 1, 1: 16 / (8 + 8 / mesh.shape[DP]), 3: mesh.shape[DP]}[config.mesh.zero_stage]
-    state = parameters.count(model, mp) / mp * 16 / parts
-    tokens = config.mesh.per_replica_batch * model.seq
-    kept = memory.kept_bytes(model, mp, tokens, "dots", jnp.dtype(dtype).itemsize)
-    return "dots" if state + 1.3 * kept < 0.85 * limit else "full"

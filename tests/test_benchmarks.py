@@ -109,3 +109,20 @@ def test_generation_beside_transformers(tmp_path: Path) -> None:
     for row in json.loads(output.read_text())["batches"].values():
         assert row["ratio"] > 0 and row["first_ratio"] > 0
         assert row["same_texts"] == 1, "greedy texts of the same weights are the same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "lines"),
+    [
+        ("memory.py", ["--lengths", "64", "--rounds", "1", "--remats", "full", "--vocabulary", "2048"], 4),
+        pytest.param(
+            "zero.py", ["--meshes", "2x4", "--versions", "1", "--rounds", "1", "--sequences", "4"], 1,
+            marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+def test_tables_of_memory_and_of_zero(script: str, arguments: list[str], lines: int) -> None:
+    done = subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert len(rows) == lines, done.stdout + done.stderr

@@ -239,6 +239,23 @@ def test_a_save_that_is_cut_short_leaves_the_step_before(copy, state, monkeypatc
         assert_states_equal(store.restore(CONFIG, MESH).state, state)
 
 
+def test_a_full_disk_surfaces_and_what_was_written_is_removed(copy, state, monkeypatch):
+    def full(self):
+        raise StorageError("state: cannot write: No space left on device; free some space")
+
+    store = CheckpointStore(copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax_files.Arrays, "finish", full)
+        store.save(3, state, CONFIG)
+        with pytest.raises(StorageError, match=r"No space left on device.*the last complete checkpoint is .*step_2"):
+            store.wait()
+    assert not (copy / "step_3").exists(), "the half-written step still takes the space"
+    assert_states_equal(store.restore(CONFIG, MESH).state, state)
+    store.save(4, state, CONFIG)
+    store.wait()
+    assert store.steps() == [1, 2, 4]
+
+
 def test_retention_and_new_leave_what_is_not_theirs(copy, state):
     store = CheckpointStore(copy, keep_n=1)
     (copy / "step_1" / "state" / "notes.txt").write_text("mine")

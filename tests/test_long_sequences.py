@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import mesh_of
 
-from mesh_transformer import attention
+from mesh_transformer import attention, fused_attention
 from mesh_transformer.cross_entropy import weighted_loss
 
 
@@ -30,21 +30,38 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array |
     return jnp.einsum("bhtT,bhTk->bhtk", weights, v, precision="highest")
 
 
-# Not a multiple of the block of 128, less than one, and so long that the blocks are larger than 128.
-@pytest.mark.parametrize("S", [5, 300, 2100])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_attention_in_blocks_is_plain_attention(S: int, with_bias: bool) -> None:
+# Not a multiple of the block of 128, less than one, and so long that the blocks are larger than 128; as it is compiled
+# for CPUs, in tiles, and for TPUs, in blocks of query rows.
+@pytest.mark.parametrize(
+    ("S", "with_bias", "platform"),
+    [
+        (5, False, "cpu"),
+        (300, False, "cpu"),
+        (2100, False, "cpu"),
+        (5, True, "cpu"),
+        (300, True, "cpu"),
+        (2100, True, "cpu"),
+        (300, False, "tpu"),
+        (2100, False, "tpu"),
+    ],
+)
+def test_attention_in_blocks_is_plain_attention(S: int, with_bias: bool, platform: str) -> None:
     q, k, v, weight = (normal(seed, 1, 2, S, 8) for seed in range(4))
     table = 0.3 * normal(4, 2, 32) if with_bias else None
 
     def loss(function: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(function(*a) * weight), (0, 1, 2, 3)[: 3 + with_bias]))
+        def weighted(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = function(*arguments)
+            return jnp.sum(out * weight), out
+
+        return jax.jit(jax.value_and_grad(weighted, (0, 1, 2, 3)[: 3 + with_bias], has_aux=True))
 
     blocked = loss(lambda q, k, v, table=None: attention.causal_attention(q, k, v, attention.t5_bias_of(table)))
     arguments = (q, k, v) if table is None else (q, k, v, table)
-    value, gradients = blocked(*arguments)
-    expected, others = loss(lambda q, k, v, table=None: plain_attention(q, k, v, table))(*arguments)
-    assert float(value) == pytest.approx(float(expected), abs=1e-5 * float(jnp.sum(jnp.abs(weight))))
+    with fused_attention.compiling_for(platform):
+        (_, value), gradients = blocked(*arguments)
+    (_, expected), others = loss(lambda q, k, v, table=None: plain_attention(q, k, v, table))(*arguments)
+    assert np.abs(value - expected).max() <= 1e-5
     for got, other in zip(gradients, others, strict=True):
         assert np.abs(got - other).max() <= 1e-5 * np.abs(other).max()
         assert np.abs(other).max() > 0.1

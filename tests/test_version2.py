@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import batch_of, mesh_of, network_of, tiny
+from invariance_tools import NO_GRADIENT
 
 from mesh_transformer import CausalTransformer, CausalTransformerV2, load_config
 from mesh_transformer.checkpoint import reference_v2
@@ -77,6 +78,18 @@ def test_the_whole_training_trace_and_the_final_parameters(four_shards: CausalTr
         jax.tree_util.tree_leaves_with_path(trained.params), jax.tree.leaves(expected.params), strict=True
     ):
         assert np.abs(got - np.asarray(other)).max() < 1e-3, jax.tree_util.keystr(path)
+    # The folder's moments are those of the parameters that they stand beside here.
+    for name in ("mu", "nu"):
+        for (path, got), other in zip(
+            jax.tree_util.tree_leaves_with_path(getattr(trained.opt_state, name)),
+            jax.tree.leaves(getattr(expected.opt_state, name)),
+            strict=True,
+        ):
+            if not jax.tree_util.keystr(path).endswith(NO_GRADIENT):
+                largest = np.abs(np.asarray(other)).max()
+                assert np.abs(got - np.asarray(other)).max() <= 1e-2 * largest, (name, jax.tree_util.keystr(path))
+    assert int(trained.opt_state.count) == int(expected.opt_state.count)
+    assert int(trained.opt_state.schedule_count) == int(expected.opt_state.schedule_count)
 
 
 def test_decay_of_stacked_vectors_is_what_the_trace_needs(four_shards: CausalTransformerV2) -> None:
@@ -215,15 +228,20 @@ def test_the_version_decides_the_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp", "mp", "version"),
-    [(1, 3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 3, 1), (1, 6, 1)))],
+    ("dp", "mp", "version", "stage"),
+    [
+        (1, 3, 2, 3),
+        (3, 2, 1, 3),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 3, 1, 0), (1, 6, 1, 0), (3, 1, 1, 1))),
+    ],
 )
-def test_meshes_that_are_no_power_of_two(dp: int, mp: int, version: int) -> None:
-    sizes = {"d_model": 48, "n_heads": 6, "n_vocab": 66, "version": version, "per_replica_batch": 2 // dp}
-    batch = batch_of(1, 2, 16, vocab=66)
+def test_meshes_that_are_no_power_of_two(dp: int, mp: int, version: int, stage: int) -> None:
+    sizes = {"d_model": 48, "n_heads": 6, "n_vocab": 66, "version": version, "per_replica_batch": 6 // dp}
+    sizes["zero_stage"] = stage
+    batch = batch_of(1, 6, 16, vocab=66)
     losses = [
         [float(net.train(batch)["loss"]) for _ in range(3)]
-        for net in (network_of(1, 1, **sizes | {"per_replica_batch": 2}), network_of(dp, mp, **sizes))
+        for net in (network_of(1, 1, **sizes | {"per_replica_batch": 6}), network_of(dp, mp, **sizes))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][2] < losses[0][0]

@@ -82,30 +82,33 @@ def test_full_and_slim_load_into_either_state(tmp_path, config_path, caplog):
 
 
 @pytest.mark.slow
-def test_trained_slimmed_sampled_and_tuned_without_a_hand_on_the_files(tmp_path, capsys):
+@pytest.mark.parametrize("version", [1, 2])
+def test_trained_slimmed_sampled_and_tuned_without_a_hand_on_the_files(tmp_path, capsys, version):
+    """Every script takes --version, and what the one before it left."""
     train_tokenizer(["a b c"], 300, str(tmp_path / "tokenizer.json"))
     keys = {"tokenizer": str(tmp_path / "tokenizer.json"), "n_vocab": 320, "cores_per_replica": 1, "val_set": {}}
-    alone = ("--devices", "1")
+    alone, chosen = ("--devices", "1"), ("--version", str(version))
     run = Run(tmp_path / "run", make_data(tmp_path), **keys)
-    assert run(*alone, total_steps=1) == 0
-    assert slim_model.main(run.arguments()[:2]) == 0
+    assert run(*alone, *chosen, total_steps=1) == 0
+    assert slim_model.main([*run.arguments()[:2], *chosen]) == 0
     slim = str(run.model_dir) + "_slim"
     sampled = ("--prompt", "a", "--max-tokens", "3", "--greedy")
-    assert device_sample.main([*run.arguments(*alone), "--ckpt", slim, *sampled]) == 0
+    assert device_sample.main([*run.arguments(*alone, *chosen), "--ckpt", slim, *sampled]) == 0
     # Evaluation, export and a server take it as well.
     index = str(tmp_path / "val.index")
-    assert perplexity.main([*run.arguments(*alone), "--ckpt", slim, "--data", index, "--batches", "1"]) == 0
+    assert perplexity.main([*run.arguments(*alone, *chosen), "--ckpt", slim, "--data", index, "--batches", "1"]) == 0
     assert "perplexity" in capsys.readouterr().out
-    exported = ["--input-ckpt", slim + "/step_1", "--output-path", str(tmp_path / "hf"), "--cpu"]
-    assert to_hf_weights.main([*run.arguments()[:2], *exported]) == 0
-    with serving(Path(run.arguments()[1]), weights=("--ckpt", slim)) as server:
+    if version == 1:
+        exported = ["--input-ckpt", slim + "/step_1", "--output-path", str(tmp_path / "hf"), "--cpu"]
+        assert to_hf_weights.main([*run.arguments()[:2], *exported]) == 0
+    with serving(Path(run.arguments()[1]), *chosen, weights=("--ckpt", slim)) as server:
         assert isinstance(server.wait_ready().complete(context="a", temp=0), str)
     # In place of its run's folder too, as a config's model_dir.
-    as_model_dir = load_config(run.keys | {"model_dir": slim})
+    as_model_dir = load_config(run.keys | {"model_dir": slim}, version=version)
     assert inference.choose_steps(as_model_dir, None, "latest", False) == [slim + "/step_1"]
     tuned = Run(tmp_path / "tuned", tmp_path, **keys)
-    assert tuned(*alone, "--tune-model-path", slim, total_steps=1) == 0
+    assert tuned(*alone, *chosen, "--tune-model-path", slim, total_steps=1) == 0
     assert "Adam starts fresh" in capsys.readouterr().err
     # A run cannot go on from it: what it had learned about its gradients is not there.
-    assert run(*alone, model_dir=slim, total_steps=3) == 2
+    assert run(*alone, *chosen, model_dir=slim, total_steps=3) == 2
     assert "--tune-model-path" in capsys.readouterr().err

@@ -30,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("uncached")
 
 V2 = (("version", 2), ("d_head", 6))
 FEW = [  # (dp, mp, A), zero_stage, other settings
-    ((8, 1, 2), 3, ()),
+    ((8, 1, 2), 3, (("logit_chunk", 7),)),  # three chunks of a replica's tokens, the last one filled up
     ((4, 2, 1), 1, ()),
     ((2, 2, 1), 3, (*V2, ("early_collect", False))),  # whose reference collects nothing
     ((4, 1, 2), 1, V2),
 ]
 MORE = [
-    ((2, 4, 2), 3, ()),
+    *(((2, 4, 2), 3, (("logit_chunk", 7), ("z_loss", z_loss))) for z_loss in ("reference", "log_z", "off")),
     ((2, 2, 1), 3, V2),
     *((case, stage, (*V2, ("early_collect", False))) for case in ((4, 2, 2), (8, 1, 1)) for stage in (1, 3)),
 ] + [
@@ -53,7 +53,7 @@ MORE = [
 def test_the_update_is_that_of_stage_0_on_one_device(
     case: tuple[int, int, int], stage: int, settings: tuple[tuple[str, Any], ...]
 ) -> None:
-    same = tuple(item for item in settings if item[0] not in ("remat", "early_collect"))
+    same = tuple(item for item in settings if item[0] not in ("remat", "early_collect", "logit_chunk"))
     reference = trained(1, 1, 1, (*same, ("zero_stage", 0)))
     got = trained(*case, (*settings, ("zero_stage", stage)))
     compare(got, reference)
@@ -180,10 +180,20 @@ def matrix_bytes(model: ModelConfig, mp: int) -> tuple[int, int, int]:
     return layers, embedding, output
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_stage_3_moves_three_times_the_weights_per_microbatch(microbatches: int) -> None:
-    one = compiled(4, 2, 3, microbatches)
+@pytest.mark.parametrize(
+    ("microbatches", "changes"),
+    [
+        (1, {}),
+        (3, {"remat": "full"}),
+        pytest.param(3, {}, marks=pytest.mark.long),
+        pytest.param(1, {"version": 2, "early_collect": False}, marks=pytest.mark.long),
+    ],
+)
+def test_stage_3_moves_three_times_the_weights_per_microbatch(microbatches: int, changes: dict[str, Any]) -> None:
+    one = compiled(4, 2, 3, microbatches, **changes)
     found = collectives(one.program.as_text())
+    kinds = {(one.kind, one.group_size) for one in found}
+    assert kinds <= {("all-gather", 4), ("reduce-scatter", 4), ("all-reduce", 4), ("all-reduce", 2), ("all-reduce", 8)}
     layers, embedding, output = matrix_bytes(one.model, 2)
     # Layers and the output matrix are gathered forward and again backward; of the embedding no gradient needs values.
     assert moved(found, "all-gather", 4) == microbatches * (2 * layers + embedding + 2 * output)
@@ -247,3 +257,7 @@ def test_sixteen_shards(training_data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "mesh dp 1 x mp 16" in done.stderr
     assert len(list((tmp_path / "run").glob("**/step_1/shard_*"))) == 16
+    alone = Run(tmp_path / "alone", training_data, **run.keys | {"cores_per_replica": 1, "per_replica_batch": 1})
+    alone.keys["model_dir"] = str(alone.model_dir)
+    assert alone("--devices", "1") == 0
+    assert run.lines[0]["train/loss"] == pytest.approx(alone.lines[0]["train/loss"], rel=1e-5)
