@@ -93,7 +93,8 @@ def test_a_network_that_only_decodes_keeps_what_it_decodes_with_alone(one_core_e
     net.decode_only()
     net.decode_only()
     gc.collect()
-    assert all(matrix() is None for matrix in matrices)
+    # Whole ones are views of the parameters, which these keep.
+    assert all((matrix() is None) == (devices == 2) for matrix in matrices)
     assert (net.generate(*prompt)["tokens"] == tokens).all()
     with pytest.raises(RuntimeError, match="only decodes"):
         net.eval({"obs": np.zeros((1, 8)), "target": np.zeros((1, 8))})

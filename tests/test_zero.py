@@ -249,7 +249,8 @@ def test_a_run_with_stage_3_stops_and_resumes_bit_for_bit(
 
 def test_sixteen_shards(training_data: Path, tmp_path: Path) -> None:
     """More model-parallel parts than the 2021 library's eight; a process of its own, for its sixteen devices."""
-    run = Run(tmp_path / "run", training_data, n_heads=16, cores_per_replica=16, pe_rotary_dims=2, total_steps=1)
+    keys = {"n_heads": 16, "pe_rotary_dims": 2, "total_steps": 1}
+    run = Run(tmp_path / "run", training_data, **keys, cores_per_replica=16)
     arguments = [*run.arguments(), "--devices", "16"]
     done = subprocess.run(
         [sys.executable, ROOT / "device_train.py", *arguments], capture_output=True, text=True, check=False
@@ -257,7 +258,6 @@ def test_sixteen_shards(training_data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "mesh dp 1 x mp 16" in done.stderr
     assert len(list((tmp_path / "run").glob("**/step_1/shard_*"))) == 16
-    alone = Run(tmp_path / "alone", training_data, **run.keys | {"cores_per_replica": 1, "per_replica_batch": 1})
-    alone.keys["model_dir"] = str(alone.model_dir)
+    alone = Run(tmp_path / "alone", training_data, **keys, cores_per_replica=1)
     assert alone("--devices", "1") == 0
     assert run.lines[0]["train/loss"] == pytest.approx(alone.lines[0]["train/loss"], rel=1e-5)
