@@ -3,8 +3,8 @@
 python benchmarks/zero.py [--meshes 8x1 4x2 2x4] [--versions 1 2] [--rounds 7] [--sequences 16]
 
 A mesh's networks live in one process, and their steps alternate; medians, and their ratios to stage 0, are printed,
-mesh after mesh. Every mesh takes the quickstart's update of 16 sequences, however many replicas share it. Exits 1 where a
-ratio is above its bar: 1.15 for stage 1, 1.4 for stage 3.
+mesh after mesh. Every mesh takes the quickstart's update of 16 sequences, however many replicas share it. Exits 1 where
+a ratio is above its bar: 1.15 for stage 1, 1.4 for stage 3.
 """
 
 from __future__ import annotations
