@@ -36,7 +36,7 @@ def measure(device: Any, layers: int, d_model: int, batch: int) -> dict[str, flo
     import jax.numpy as jnp
     import numpy as np
 
-    from mesh_transformer import decoding, fused_attention, generation, load_config, parameters
+    from mesh_transformer import decoding, generation, load_config, parameters, weight_products
     from mesh_transformer.decoder_weights import Weights
     from mesh_transformer.mesh import DP, MP
     from mesh_transformer.sampler import sampler_of
@@ -53,7 +53,7 @@ def measure(device: Any, layers: int, d_model: int, batch: int) -> dict[str, flo
     ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     rows_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), sampler)
     prompts = decoding.Prompts(ids(batch, PROMPT), ids(batch), ids(batch), ids(batch, 1), rows_of)
-    with fused_attention.compiling_for("tpu"):
+    with weight_products.compiling_for("tpu"):
         slots = decoding.cache_bucket(PROMPT + NEW - 1, SEQ)
         read = jax.jit(decoding.prefill_step(model, mesh, slots, mode)).lower(weights, prompts, ids())
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), read.out_info[0])

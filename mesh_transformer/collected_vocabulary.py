@@ -20,6 +20,7 @@ from jax import lax
 from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards, varying
 from mesh_transformer.cross_entropy import PositionLosses, chunks, logits_gradient, losses_of
 from mesh_transformer.mesh import DP
+from mesh_transformer.weight_products import weight_gradient
 
 MOST_BLOCKS = 4
 
@@ -192,7 +193,7 @@ def _gradients(
             grad = logits_gradient(probability, log_z, weight_C, column, mine, logits == peak[:, None], z_loss)
             narrow = grad.astype(h_CD.dtype)
             grad_h = grad_h + jnp.dot(narrow, w_Dk.T, preferred_element_type=f32)
-            grad_w = grad_w + jnp.dot(h_CD.T, narrow, preferred_element_type=f32)
+            grad_w = grad_w + weight_gradient(h_CD, narrow)
             return (grad_w, grad_b + grad.sum(0)), grad_h
 
         zeros = varying((jnp.zeros((D, b_k.shape[0]), f32), jnp.zeros(b_k.shape, f32)))

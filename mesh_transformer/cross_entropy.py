@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_transformer.collectives import max_over_shards, shard_index, sum_over_shards, varying
+from mesh_transformer.weight_products import weight_gradient
 
 Z_LOSS_WEIGHT = 1e-4
 # QUIRK v2-unstopped-maximum: as "reference", and the maximum that is subtracted gets a gradient too.
@@ -138,7 +139,7 @@ def _weighted_loss_forward(
         grad = logits_gradient(c.probability, c.log_z, weight_C, c.column, c.mine, c.at_peak, z_loss)
         narrow = grad.astype(h_CD.dtype)
         grad_h = jnp.dot(narrow, w_Dv.astype(h_CD.dtype).T, preferred_element_type=jnp.float32).astype(h_CD.dtype)
-        grad_w = grad_w + jnp.dot(h_CD.T, narrow, preferred_element_type=jnp.float32)
+        grad_w = grad_w + weight_gradient(h_CD, narrow)
         return (grad_w, grad_b + grad.sum(0)), (grad_h, c.losses)
 
     zeros = (jnp.zeros(w_Dv.shape, jnp.float32), jnp.zeros(b_v.shape, jnp.float32))

@@ -7,12 +7,10 @@ N is a group of attention heads, of any sequences, that are worked on at once.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,25 +22,9 @@ from mesh_transformer import attention_tiles
 from mesh_transformer.attention_tiles import MASKED
 from mesh_transformer.memory import QUERY_BLOCK
 from mesh_transformer.mesh import MP
+from mesh_transformer.weight_products import platform
 
 logger = logging.getLogger(__name__)
-
-
-_compiling_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("compiling_for", default=None)
-
-
-@contextlib.contextmanager
-def compiling_for(platform: str) -> Iterator[None]:
-    """What is traced inside is for devices of `platform`, which this process need not have."""
-    token = _compiling_for.set(platform)
-    try:
-        yield
-    finally:
-        _compiling_for.reset(token)
-
-
-def _platform() -> str:
-    return _compiling_for.get() or jax.default_backend()
 
 
 def query_blocks(S: int) -> list[tuple[int, int]]:
@@ -72,7 +54,7 @@ def cudnn_works() -> bool:
 
     `transformer_shard.settle` asks first, outside any trace. Where it does not work the blocks below are used.
     """
-    if _platform() != "gpu":
+    if platform() != "gpu":
         return False
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]), (MP,))
     whole = jax.sharding.PartitionSpec()
@@ -139,7 +121,7 @@ def _backward(
 
 def _worker(name: str, S: int) -> Callable[..., Any]:
     """`_forward` or `_backward`; on a CPU, of more than one block, the same tile by tile."""
-    tiled = _platform() == "cpu" and S > QUERY_BLOCK
+    tiled = platform() == "cpu" and S > QUERY_BLOCK
     if name == "forward":
         return attention_tiles.forward if tiled else _forward
     return attention_tiles.backward if tiled else _backward

@@ -76,9 +76,9 @@ def normalise(x: jax.Array, params: LayerParams, norm: str) -> jax.Array:
     return out if norm == "layernorm-desync" else copy_to_shards(out)
 
 
-def project(x_TD: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
-    """x w + b in x's dtype, accumulated in float32."""
-    out = panels.product(x_TD, w)
+def project(x_TD: jax.Array, w: jax.Array, b: jax.Array | None = None, shared_gradient: bool = False) -> jax.Array:
+    """x w + b in x's dtype, accumulated in float32. shared_gradient: see `weight_products.product`."""
+    out = panels.product(x_TD, w, shared_gradient)
     if b is not None:
         out = out + b.astype(jnp.float32)[None, :]
     return out.astype(x_TD.dtype)
@@ -124,9 +124,9 @@ def feed_forward(h_TD: jax.Array, params: LayerParams) -> jax.Array:
     """
     hidden = checkpoint_name(project(h_TD, params["w1"], params["b1"]), "hidden")
     if "w_gate" not in params:
-        return project(jax.nn.gelu(hidden, approximate=True), params["w2"])
+        return project(jax.nn.gelu(hidden, approximate=True), params["w2"], shared_gradient=True)
     gate = checkpoint_name(project(h_TD, params["w_gate"], params["b_gate"]), "gate")
-    return project(hidden * jax.nn.gelu(gate, approximate=True), params["w2"])
+    return project(hidden * jax.nn.gelu(gate, approximate=True), params["w2"], shared_gradient=True)
 
 
 def join(x_TD: jax.Array, attended_BhSK: jax.Array, h_TD: jax.Array, params: LayerParams) -> jax.Array:
@@ -137,7 +137,7 @@ def join(x_TD: jax.Array, attended_BhSK: jax.Array, h_TD: jax.Array, params: Lay
     flat = attended_BhSK.transpose(0, 2, 1, 3).reshape(h_TD.shape[0], -1)
     if flat.shape[1] != params["o"].shape[-2]:  # all heads on every shard, see `qkv`
         flat = part_of_shard(flat)
-    part = project(flat, params["o"]) + feed_forward(h_TD, params)
+    part = project(flat, params["o"], shared_gradient=True) + feed_forward(h_TD, params)
     return x_TD + sum_over_shards(part) + params["b2"].astype(x_TD.dtype)[None, :]
 
 

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from mesh_transformer import weight_products
+
 # The fastest of 16, 32, 48, 64, 80, 128 and 256 columns for eight rows, in float32 and in bfloat16.
 WIDTH = 64
 # Fewer rows are filled up: XLA multiplies them by code of its own, which takes longer than YNNPACK's for four.
@@ -49,11 +51,14 @@ def cut(w: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(w.reshape(rows, columns // WIDTH, WIDTH).transpose(1, 0, 2))
 
 
-def product(x_TK: jax.Array, w: jax.Array) -> jax.Array:
-    """x w, float32 [T, N], of a matrix [K, N] or of its panels [N/WIDTH, K, WIDTH], in x's dtype."""
+def product(x_TK: jax.Array, w: jax.Array, shared_gradient: bool = False) -> jax.Array:
+    """x w, float32 [T, N], of a matrix [K, N] or of its panels [N/WIDTH, K, WIDTH], in x's dtype.
+
+    shared_gradient: see `weight_products.product`.
+    """
     w = w.astype(x_TK.dtype)
     if w.ndim == 2:
-        return jnp.dot(x_TK, w, preferred_element_type=jnp.float32)
+        return weight_products.product(x_TK, w, shared_gradient)
     rows = len(x_TK)
     if rows > MOST_ROWS_AT_ONCE:
         out = lax.map(lambda panel: jnp.dot(x_TK, panel, preferred_element_type=jnp.float32), w)

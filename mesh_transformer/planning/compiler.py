@@ -33,14 +33,14 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
     Of a generation the step is one token of every row; its peak is that of the step, or of reading a prompt.
     Raises what the compiler raises; RESOURCE_EXHAUSTED where the program is too large for the chip.
     """
-    from mesh_transformer import fused_attention
+    from mesh_transformer import weight_products
     from mesh_transformer.config import load_config
 
     config = load_config(request["config"])
     mesh = _mesh(config, request["topology"])
     model = dataclasses.replace(config.model, compute_dtype=config.model.compute_dtype or "bfloat16",
                                 remat=request["remat"])  # fmt: skip
-    with fused_attention.compiling_for("tpu"):
+    with weight_products.compiling_for("tpu"):
         programs = [lowered.compile() for lowered in _TASKS[request["task"]](config, model, mesh)]
     return read(programs[0], config, mesh, request["task"]) | {"peak": max(_peak(program) for program in programs)}
 
