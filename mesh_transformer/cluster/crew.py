@@ -249,7 +249,11 @@ class Crew:
             for at in frozen
         ]
         with contextlib.suppress(Exception):
-            ray.wait(refs, num_returns=len(refs), timeout=KILL_SECONDS)
+            deadline = time.monotonic() + KILL_SECONDS
+            while refs and time.monotonic() < deadline:
+                refs = ray.wait(refs, num_returns=len(refs), timeout=POLL_SECONDS)[1]
+                if refs and self._gone() is not None:
+                    break  # a host that is cut off kills nothing; whatever starts there next ends what was left
 
 
 def _kill(pid: int) -> None:

@@ -70,6 +70,7 @@ class LocalHosts:
         session = self._session
         if session is None:
             raise HostError("the hosts were stopped")
+        session.give_up(names)
         # No more at a time than the machine has cores: a node gives up that does not come up in half a minute.
         with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
             list(pool.map(session.add_local, names))

@@ -88,6 +88,7 @@ class RaySession:
         self._numbers = itertools.count()
         self._replies: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._before: dict[str, str | None] = {}
+        self._given_up: set[str] = set()
 
     @property
     def address(self) -> str:
@@ -232,11 +233,22 @@ class RaySession:
         return JoinCommand(arguments, SETTINGS | {ONE_MACHINE: "1"})
 
     def alive(self) -> set[str]:
-        """The names of the hosts whose nodes Ray counts as alive."""
+        """The names of the hosts whose nodes Ray counts as alive, but for those that were given up."""
+        return {name for name, node in self._nodes() if node not in self._given_up}
+
+    def give_up(self, names: Collection[str]) -> None:
+        """Count the nodes that these hosts have now as gone: Ray itself takes seconds to notice, and meanwhile they
+        would be taken for those that are started in their place."""
+        self._given_up |= {node for name, node in self._nodes() if name in names}
+
+    @staticmethod
+    def _nodes() -> list[tuple[str, str]]:
+        """(host, Ray's id) of the nodes that Ray counts as alive."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        return {name.removeprefix(HOST) for node in nodes for name in node["Resources"] if name.startswith(HOST)}
+        resources = [(name, str(node["NodeID"])) for node in nodes for name in node["Resources"]]
+        return [(name.removeprefix(HOST), node) for name, node in resources if name.startswith(HOST)]
 
     def wait_for(self, names: Collection[str], seconds: float) -> set[str]:
         """Wait until these hosts have joined, `seconds` at most; those of them that have not."""

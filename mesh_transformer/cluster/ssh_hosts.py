@@ -38,7 +38,7 @@ RESTORE_SECONDS = 600.0  # for machines that are down to come back
 END_SECONDS = 20.0
 # The same after a fault: a host whose network is cut will not say that its node has ended, and what is left of that is
 # killed by whatever node comes next there.
-GONE_SECONDS = 5.0
+GONE_SECONDS = 1.0
 TOKEN_LETTERS = 64
 # Ray's sockets lie in its folder, under `session_(time)_(pid)/sockets/plasma_store`; a socket's path has 107 letters.
 LONGEST_FOLDER = 107 - 64
@@ -225,6 +225,7 @@ class SSHHosts:
             if not ill:
                 return self._hosts
             self._end([machine.name for machine in ill], GONE_SECONDS)
+            session.give_up([machine.name for machine in ill])
             try:
                 self._bring_up(ill)
             except HostError as error:
@@ -236,7 +237,9 @@ class SSHHosts:
 
     def replace(self, machines: Sequence[Machine]) -> Sequence[Host]:
         """Other machines in place of all that there were; their hosts."""
-        self._end(list(self._nodes))
+        names = list(self._nodes)
+        self._end(names)
+        self._the_session().give_up(names)
         self.machines = list(machines)
         self._hosts = []
         self._bring_up(self.machines)
