@@ -89,6 +89,14 @@ def test_a_new_run_without_a_terminal_and_what_others_see_of_it(straight, traini
     assert addresses and not [each for each in addresses - own if not re.match(r"127\.|::1$", each)], addresses
 
 
+def test_ray_imported_too_early_is_said_at_once():
+    code = "import ray; from mesh_transformer.cluster.ray_session import RaySession; RaySession().start()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and "ClusterError: this process imported ray before" in done.stderr, done.stderr
+
+
 def test_hosts_that_do_not_fit_the_config_are_refused_before_anything_starts():
     config = load_config(KEYS | {"name": "n", "model_dir": "m"})
     options = script.parse(["--config", "c", "--tpu", "local", "--hosts", "3", "--devices-per-host", "2"])

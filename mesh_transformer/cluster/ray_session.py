@@ -51,6 +51,7 @@ ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 NODE_SECONDS = 90  # for a node of this machine to start, or to end
 ENDING_SECONDS = 30
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105  names a file
+_imported_for_loopback = False
 
 
 class ClusterError(MeshTransformerError, ValueError):
@@ -119,6 +120,7 @@ class RaySession:
     def start(self) -> None:
         """Start the head and connect this process as its driver. Raises ClusterError."""
         check_installed()
+        self._check_import()
         self._folder = tempfile.mkdtemp(prefix="mt-ray-", dir="/tmp")  # short: the paths of sockets have a limit
         self._token = _token()
         path = os.path.join(self._folder, "token")
@@ -151,6 +153,18 @@ class RaySession:
             raise ClusterError(
                 f"this process cannot be the driver of Ray at {self._address}: {error} (it can be of one at a time)"
             ) from error
+
+    def _check_import(self) -> None:
+        """Ray reads once, when it is imported, whether 127.0.0.1 is to stay that. If not, a session there is never
+        found, and Ray would look for it for minutes. Raises ClusterError."""
+        global _imported_for_loopback
+        if "ray" not in sys.modules:
+            _imported_for_loopback = self._host == LOOPBACK
+        elif self._host == LOOPBACK and not _imported_for_loopback:
+            raise ClusterError(
+                "this process imported ray before it came to hosts of this machine, and Ray would look for them at "
+                "another address: start a new Python process, and leave the import of ray to mesh_transformer"
+            )
 
     def stop(self) -> None:
         """End the head and the nodes of this machine. Never raises."""
