@@ -2,8 +2,9 @@
 
 In float32 that backend multiplies fast where the left operand lies in memory row by row. In a weight's gradient x^T g
 it does not: such products take another kernel, which reaches half of the speed where g is wide, as in the output head
-(docs/measurements/training-speed.md has the figures). So x^T is written to memory first, on CPU alone: TPUs and GPUs
-multiply either way at the same speed. Letters: T tokens, K inputs, N outputs.
+(docs/measurements/training-speed.md has the figures). So what is transposed is written to memory first, on CPU alone:
+TPUs and GPUs multiply either way at the same speed. That is x; or g, and then the product g^T x is turned once more.
+Letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations

@@ -98,11 +98,11 @@ def test_a_run_outlives_processes_nodes_and_a_signal(cluster, undisturbed, train
     thread = when(
         cluster, run,
         (1, lambda: send("SIGKILL", process_of(cluster, 1))),
-        (2, lambda: send("SIGSTOP", process_of(cluster, 0))),
+        (3, lambda: send("SIGSTOP", process_of(cluster, 0))),
         (2, lambda: send("SIGKILL", parent_of(process_of(cluster, 1)))),
         (3, lambda: os.kill(os.getpid(), signal.SIGTERM)),
     )  # fmt: skip
-    assert cluster.train(run, patience=Patience(3, step_deadline=5.0)) == 75
+    assert cluster.train(run) == 75
     thread.join(10)
     assert run.store.latest() == len(run.lines) < 6
     said = capsys.readouterr().err

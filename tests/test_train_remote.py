@@ -136,9 +136,10 @@ def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed,
 @needs_google
 @pytest.mark.parametrize("loses_a_host", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, training_data, tmp_path, loses_a_host):
-    """Before that a host is lost: its network is cut, where namespaces can be made; else its processes end."""
+    """loses_a_host: before that, whose network is cut, where namespaces can be made; else its processes end."""
     cloud = FakeTPU(hosts=[host.address for host in hosts.hosts])
-    cloud.ready_after = 1  # in short: waiting has tests of its own
+    if not loses_a_host:
+        cloud.ready_after = 1  # waiting has tests of its own
     gone = []
 
     def power_off(node):
@@ -170,6 +171,7 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
             driver.until(lambda: driver.said.count(restarted) == 1, "noticed a lost host")
             if hosts.network is not None:
                 hosts.network.mend(0)
+            driver.until(lambda: driver.said.count("first step done") == 2, "went on")
         driver.until_step(5)
         cloud.refuse = [("POST", 429, "RESOURCE_EXHAUSTED", "There is no more capacity in the zone")]
         cloud.preempt("pod")

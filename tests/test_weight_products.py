@@ -1,6 +1,7 @@
 """Products with weights: on CPU their gradients are what autodiff gives, and take XLA's fast kernel."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,17 @@ def normal(seed, *shape):
 
 
 def gradients(product):
-    """Of a sum of two products of one x, as a layer has them, by x and both weights."""
-    x, v, w, target = normal(0, 96, 24), normal(1, 24, 40), normal(2, 40, 24), normal(3, 96, 24)
+    """Of two products of one x and, of what comes out of them, the sum of two more, as a layer has them: by x and the
+    four weights. And the compiled program."""
+    arrays = [normal(seed, *shape) for seed, shape in enumerate([(96, 24), (24, 40), (24, 40), (40, 16), (40, 16)])]
 
-    def loss(x, v, w):
-        hidden = product(x, v)
-        return jnp.mean(jnp.square(product(jnp.tanh(hidden), w, shared_gradient=True) - target))
+    def loss(x, u, v, w, z):
+        one, other = jnp.tanh(product(x, u)), jnp.sin(product(x, v))
+        out = product(one, w, shared_gradient=True) + product(other, z, shared_gradient=True)
+        return jnp.mean(jnp.square(out - normal(5, 96, 16)))
 
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, v, w).compile()
-    return compiled(x, v, w), compiled.as_text()
+    compiled = jax.jit(jax.grad(loss, tuple(range(5)))).lower(*arrays).compile()
+    return compiled(*arrays), compiled.as_text()
 
 
 def test_gradients_are_those_of_a_plain_product_and_no_left_operand_is_transposed():
@@ -32,8 +35,10 @@ def test_gradients_are_those_of_a_plain_product_and_no_left_operand_is_transpose
     for one, other in zip(found, wanted, strict=True):
         assert np.abs(other).max() > 1e-2
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.abs(other).max())
-    assert plain.count("lhs_contracting_dims={0}") == 2  # the two weights' gradients
+    assert plain.count("lhs_contracting_dims={0}") == 4  # the weights' gradients
     assert "lhs_contracting_dims={0}" not in program
+    # What is transposed over the 96 rows: x once for two products, and their sum's gradient once.
+    assert len(re.findall(r"= f32\[(?:24|40|16),96\]\S* transpose\(", program)) == 2
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("tpu", "float32"), ("gpu", "float32"), ("cpu", "bfloat16")])
@@ -42,7 +47,6 @@ def test_elsewhere_a_product_is_left_to_xla(platform, dtype):
     with weight_products.compiling_for(platform):
         for shared in (False, True):
             product = functools.partial(weight_products.product, shared_gradient=shared)
-            assert "custom_vjp" not in str(jax.make_jaxpr(product)(x, w))
-        assert "optimization_barrier" not in str(
-            jax.make_jaxpr(weight_products.weight_gradient)(x, normal(2, 8, 6).astype(dtype))
-        )
+            assert "custom_vjp" not in str(jax.make_jaxpr(lambda x, w, p=product: p(x, w))(x, w))
+        gradient = jax.make_jaxpr(lambda x, g: weight_products.weight_gradient(x, g))(x, normal(2, 8, 6).astype(dtype))
+        assert "optimization_barrier" not in str(gradient)

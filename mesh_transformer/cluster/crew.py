@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from mesh_transformer.cluster.hosts import Host, HostError
 from mesh_transformer.cluster.ray_session import HOST, ClusterError
-from mesh_transformer.cluster.worker import Joined, Worker
+from mesh_transformer.cluster.worker import Joined, Worker, process_begun
 from mesh_transformer.errors import MeshTransformerError
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class Crew:
         if not self._actors:  # another thread met the fault first, and ended them
             raise HostError(self._ended)
         self._ended = f"while {operation}: {'; '.join(said)}"
-        self.end(frozen=silent)
+        self.end(frozen=silent, wait=gone is None)
         raise HostError(self._ended)
 
     def _silent(self, skip: Mapping[int, str], seconds: float = PING_SECONDS) -> dict[int, str]:
@@ -232,8 +232,12 @@ class Crew:
                 found[asked[ref]] = _died(error)
         return found
 
-    def end(self, frozen: Mapping[int, str] | None = None) -> None:
-        """End all processes, whatever they do. Never raises."""
+    def end(self, frozen: Mapping[int, str] | None = None, wait: bool = True) -> None:
+        """End all processes, whatever they do. Never raises.
+
+        wait: until those of the hosts `frozen` have been killed. A host that is gone kills nothing; the node that
+        starts there next ends what was left.
+        """
         import ray
 
         actors, self._actors = self._actors, []
@@ -245,20 +249,20 @@ class Crew:
         # A process that is stopped takes no order from Ray; the system's own does.
         reaper: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)
         refs = [
-            reaper.options(resources={f"{HOST}{self.hosts[at].name}": _LITTLE}).remote(self.joined[at].pid)
+            reaper.options(resources={f"{HOST}{self.hosts[at].name}": _LITTLE}).remote(
+                self.joined[at].pid, self.joined[at].begun
+            )
             for at in frozen
         ]
         with contextlib.suppress(Exception):
-            deadline = time.monotonic() + KILL_SECONDS
-            while refs and time.monotonic() < deadline:
-                refs = ray.wait(refs, num_returns=len(refs), timeout=POLL_SECONDS)[1]
-                if refs and self._gone() is not None:
-                    break  # a host that is cut off kills nothing; whatever starts there next ends what was left
+            ray.wait(refs, num_returns=len(refs), timeout=KILL_SECONDS if wait else POLL_SECONDS)
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def _kill(pid: int, begun: int | None) -> None:
+    """Kill the process that had this id and began then: the order may come late, on a machine that began anew."""
+    if process_begun(pid) == begun:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _died(error: Exception) -> str:

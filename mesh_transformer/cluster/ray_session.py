@@ -160,7 +160,7 @@ class RaySession:
         global _imported_for_loopback
         if "ray" not in sys.modules:
             _imported_for_loopback = self._host == LOOPBACK
-        elif self._host == LOOPBACK and not _imported_for_loopback:
+        elif self._host == LOOPBACK and not _imported_for_loopback and sys.platform == "linux":
             raise ClusterError(
                 "this process imported ray before it came to hosts of this machine, and Ray would look for them at "
                 "another address: start a new Python process, and leave the import of ray to mesh_transformer"

@@ -191,7 +191,7 @@ class SSHHosts:
         }  # fmt: skip
         settings = [f"{name}={value}" for name, value in environment.items()]
         command = shlex.join(["env", *settings, ready.python, *join.arguments])
-        script = _node_script(ready, run, f"{ready.folder}/r/{self._run}-", command)
+        script = _node_script(ready, run, run.removesuffix(str(self._attempts)), command)
         process = self._shell.start(machine, script, send=session.token.encode(), log=self._log(machine))
         return Node(ready, process, self._log(machine))
 
@@ -237,9 +237,8 @@ class SSHHosts:
 
     def replace(self, machines: Sequence[Machine]) -> Sequence[Host]:
         """Other machines in place of all that there were; their hosts."""
-        names = list(self._nodes)
-        self._end(names)
-        self._the_session().give_up(names)
+        self._end(list(self._nodes))
+        self._the_session().give_up([machine.name for machine in self.machines])
         self.machines = list(machines)
         self._hosts = []
         self._bring_up(self.machines)

@@ -34,9 +34,11 @@ START_SECONDS = 120  # for all processes to come together
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What a process says of itself and of the devices that all have together. memory: bytes of one device, or None."""
+    """What a process says of itself and of the devices that all have together. begun: see `process_begun`. memory:
+    bytes of one device, or None."""
 
     pid: int
+    begun: int | None
     hostname: str
     local_devices: int
     devices: int
@@ -63,6 +65,16 @@ class Inferring:
     compute_dtype: str
     weights_dtype: str
     device: str
+
+
+def process_begun(pid: int) -> int | None:
+    """When a process of this machine began, in ticks since the machine did; None where that, or the process, is not to
+    be known."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
 
 
 class Worker:
@@ -147,8 +159,8 @@ class Worker:
         )  # fmt: skip
         here = jax.local_devices()
         return Joined(
-            os.getpid(), socket.gethostname(), len(here), jax.device_count(), here[0].device_kind, here[0].platform,
-            device_memory(here[0], len(here)),
+            os.getpid(), process_begun(os.getpid()), socket.gethostname(), len(here), jax.device_count(),
+            here[0].device_kind, here[0].platform, device_memory(here[0], len(here)),
         )  # fmt: skip
 
     def hold(self, number: int, config: Config) -> Held:
