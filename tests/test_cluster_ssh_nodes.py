@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from serving_tools import wait_until
@@ -181,3 +182,17 @@ def test_sizes_are_checked_before_anything_is_installed(hosts, tmp_path):
     with pytest.raises(ConfigError, match="6 devices are too few"):
         cluster.start(None)
     assert not any((host.home / "never").exists() for host in hosts.hosts)
+
+
+def test_nodes_of_machines_that_are_replaced_count_no_more(tmp_path, monkeypatch):
+    """Their successors have the same names, and Ray takes seconds to notice that a node is gone."""
+    (tmp_path / "hosts").write_text("127.0.0.2\n127.0.0.3\n")
+    machines, given_up, made = hosts_file.read(str(tmp_path / "hosts")), [], []
+    session = SimpleNamespace(give_up=given_up.extend)
+    monkeypatch.setattr(SSHHosts, "_bring_up", lambda self, machines: made.append((machines, list(given_up))))
+    cluster = SSHHosts(machines, SSH(), tmp_path, Sizes(per_host=1), address="127.0.0.10")
+    cluster.start(session)
+    cluster.stop()
+    cluster.replace(machines)
+    names = [machine.name for machine in machines]
+    assert len(names) == 2 and made == [(machines, []), (machines, names)]
