@@ -42,16 +42,21 @@ def product(x_TK: jax.Array, w_KN: jax.Array, shared_gradient: bool = False) -> 
     shared_gradient: the outputs of several products are added up, so that they have one gradient, as several others
     have one x. What is shared is what the backward pass transposes, once for all of them.
     """
-    if x_TK.dtype == jnp.float32 and platform() == "cpu":
+    if _two_kernels(x_TK):
         return _product(x_TK, w_KN, shared_gradient)
     return jnp.dot(x_TK, w_KN, preferred_element_type=jnp.float32)
 
 
 def weight_gradient(x_TK: jax.Array, grad_TN: jax.Array) -> jax.Array:
     """x^T g, float32 [K, N]: the gradient of w in x w; both have one dtype."""
-    if x_TK.dtype == jnp.float32 and platform() == "cpu":
+    if _two_kernels(x_TK):
         return jnp.dot(_transposed(x_TK), grad_TN)
     return jnp.dot(x_TK.T, grad_TN, preferred_element_type=jnp.float32)
+
+
+def _two_kernels(x: jax.Array) -> bool:
+    """Whether a product with x is faster where its left operand is not transposed."""
+    return x.dtype == jnp.float32 and platform() == "cpu"
 
 
 def _transposed(x: jax.Array) -> jax.Array:
