@@ -16,7 +16,7 @@ from mesh_transformer.cluster.ray_session import RaySession
 from mesh_transformer.command_line import log_lines
 from mesh_transformer.training import session
 
-PATIENT = Patience(max_restarts=3, step_deadline=8.0)
+PATIENT = Patience(max_restarts=3, step_deadline=5.0)
 
 
 class Cluster:

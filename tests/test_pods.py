@@ -3,6 +3,7 @@ hosts."""
 
 import json
 import os
+import re
 import shutil
 import signal
 from importlib.util import find_spec
@@ -98,23 +99,24 @@ def same_in_the_end(run, undisturbed):
     assert equal(run.tensors(6), undisturbed.tensors(6))
 
 
-def test_a_run_outlives_processes_and_nodes(cluster, undisturbed, training_data, tmp_path, capsys):
-    """One is killed, one frozen, and one's Ray node is killed."""
+def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data, tmp_path, capsys):
+    """One's Ray node is killed, and another is frozen."""
     run = Run(tmp_path / "run", training_data, val_every=0, ckpt_every=2)
     thread = when(
         cluster, run,
-        (1, lambda: send("SIGKILL", process_of(cluster, 1))),
-        (3, lambda: send("SIGSTOP", process_of(cluster, 0))),
         (2, lambda: send("SIGKILL", parent_of(process_of(cluster, 1)))),
+        (5, lambda: send("SIGSTOP", process_of(cluster, 0))),
     )  # fmt: skip
     assert cluster.train(run) == 0
     thread.join(10)
     same_in_the_end(run, undisturbed)
     said = capsys.readouterr().err
-    assert "local-1 (127.0.0.1): its process ended. All processes were ended; fresh ones go on from" in said
-    assert "local-0 (127.0.0.1): its process does not answer for" in said
     assert "starting the Ray node of local-1 again" in said
-    assert said.count("2 hosts are there again after") == 3
+    assert re.search(
+        r"local-0 \(127\.0\.0\.1\): its process does not answer for .* All processes were ended; fresh ones go on from step",
+        said,
+    )
+    assert said.count("2 hosts are there again after") == 2
 
 
 def test_sigterm_saves_and_a_second_call_finishes(cluster, undisturbed, training_data, tmp_path, capsys):
@@ -129,23 +131,26 @@ def test_sigterm_saves_and_a_second_call_finishes(cluster, undisturbed, training
     same_in_the_end(run, undisturbed)
 
 
-def test_a_freeze_is_found_before_the_deadline_and_too_many_faults_end_the_run(
-    cluster, training_data, tmp_path, monkeypatch
-):
-    """Two minutes are the least without --step-deadline; work without one, such as compiling, is looked at as well."""
-    run = Run(tmp_path / "run", training_data, ckpt_every=6)
+def test_a_freeze_is_found_without_a_deadline_and_too_many_faults_end_the_run(cluster, tmp_path, monkeypatch, caplog):
+    """What has no deadline, such as compiling, is looked at as well; and --max-restarts counts what comes in a row."""
+    pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}), Patience(max_restarts=1))
+    first = pod.crew
+    faults = iter([("SIGSTOP", 1), ("SIGKILL", 0)])
 
-    def freeze():
-        monkeypatch.setattr(crew, "SILENT_SECONDS", 2.0)
-        send("SIGSTOP", process_of(cluster, 1))
+    def attempt():
+        number, host = next(faults)
+        send(number, pod.crew.joined[host].pid)
+        with monkeypatch.context() as patched:
+            patched.setattr(crew, "SILENT_SECONDS", 2.0)
+            return pod.crew.call("sees", str(tmp_path), operation="looking")
 
-    thread = when(cluster, run, (1, freeze))
     with pytest.raises(
-        HostError, match=r"while training \(update .*local-1 .*not answer for 2 s, so it is frozen.*--max-restarts is 0"
+        HostError,
+        match=r"while looking: local-0 .*its process ended.*fault 2 .*last new checkpoint.*--max-restarts is 1",
     ):
-        cluster.train(run, patience=Patience(0))
-    thread.join(10)
-    assert not cluster.pod.crew.alive
+        pod.supervise(attempt, lambda: None)
+    assert re.search(r"while looking: local-1 .*not answer for 2 s, so it is frozen.*\(restart 1 of 1\)", caplog.text)
+    assert not first.alive and not pod.crew.alive and pod.crew is not first
 
 
 def test_a_call_to_save_that_comes_late_writes_nothing(tmp_path):

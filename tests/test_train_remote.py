@@ -225,7 +225,12 @@ def test_a_dry_run_of_training_shows_it_all(hosts, training_data, tmp_path, caps
     words = ["--config", run.arguments()[1], "--tpu", "pod", "--tpu_region", "us-central2-b", "--tpu_type", "v4-16"]
     assert train.main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    for text in ("POST https://tpu.googleapis.com", "tar -xzf", "-m pip install", "ray.scripts.scripts start"):
+    for text in (
+        "POST https://tpu.googleapis.com",
+        "tar -xzf",
+        "-m pip install",
+        "mesh_transformer.cluster.ray_start start",
+    ):
         assert text in said, text
     assert not (tmp_path / "mine").exists() and not run.model_dir.exists()
     assert json.dumps("v4-16") in said

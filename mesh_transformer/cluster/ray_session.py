@@ -239,7 +239,7 @@ class RaySession:
     def join_command(self, name: str, address: str, temp_dir: str) -> JoinCommand:
         """How the machine at `address` joins as the host `name`. `temp_dir`: a folder of its own there, short."""
         arguments = [
-            "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.address}",
+            "-m", "mesh_transformer.cluster.ray_start", "start", "--block", f"--address={self.address}",
             f"--node-ip-address={address}", f"--temp-dir={temp_dir}", "--disable-usage-stats", "--num-cpus=1",
             "--include-log-monitor=false",  # nobody reads what it would send
             f"--object-store-memory={OBJECT_STORE}", f"--resources={json.dumps(resources(name))}",
