@@ -4,9 +4,12 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
+import stat
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from mesh_transformer.cluster import host_options, pod
 from mesh_transformer.cluster.crew import Crew
@@ -15,6 +18,7 @@ from mesh_transformer.cluster.pod import Patience, Pod
 from mesh_transformer.cluster.ray_session import RaySession
 from mesh_transformer.command_line import log_lines
 from mesh_transformer.training import session
+from scripts.soaking.places import below
 
 PATIENT = Patience(max_restarts=3, step_deadline=5.0)
 
@@ -123,3 +127,39 @@ def options_of(*words):
     import train
 
     return train.parse(list(words))
+
+
+def listening(pids):
+    """The addresses at which these processes take connections, but not sockets of files."""
+    held = set()
+    for pid in pids:
+        folder = Path(f"/proc/{pid}/fd")
+        try:
+            held |= {os.readlink(each) for each in folder.iterdir()}
+        except OSError:  # ended meanwhile
+            continue
+    found = set()
+    for name, width in (("tcp", 8), ("tcp6", 32)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                words = bytes.fromhex(fields[1].split(":")[0][:width])
+                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                address = socket.inet_ntop(socket.AF_INET if name == "tcp" else socket.AF_INET6, raw)
+                found.add(address.removeprefix("::ffff:"))
+    return found
+
+
+def look_at(cluster):
+    """What other users of this machine see of a session whose run goes on: its processes, the environment that they
+    have from the head, the mode of the token's file, and the addresses at which they and this process listen."""
+    (head,) = (each for each in below(os.getpid()) if "mesh_transformer.cluster.ray_head" in each.title)
+    everything = [head, *below(head.pid)]
+    # Not a worker's: Ray writes its processes' titles over what /proc shows of their environment.
+    environment = Path(f"/proc/{head.pid}/environ").read_bytes().decode().split("\0")
+    file = next(Path(line.partition("=")[2]) for line in environment if line.startswith("RAY_AUTH_TOKEN_PATH="))
+    return SimpleNamespace(
+        titles=[each.title for each in everything], environment=environment, token=cluster.session.token,
+        kept=file.read_text(), mode=stat.S_IMODE(file.stat().st_mode),
+        addresses=listening([os.getpid(), *(each.pid for each in everything)]),
+    )  # fmt: skip

@@ -15,7 +15,6 @@ from fake_tpu_api import FakeTPU
 from ssh_tools import processes, ssh_hosts
 from training_tools import Run
 
-from mesh_transformer.checkpoint.store import CheckpointStore
 from mesh_transformer.cluster import tpu_machines
 from scripts.soaking import sshd_hosts
 
@@ -93,6 +92,13 @@ def losses(run):
     return {line["step"]: line["train/loss"] for line in run.lines if "train/loss" in line}
 
 
+def already_there(run, source):
+    """A finished run lies where this one is to go."""
+    run.folder.mkdir()
+    shutil.copytree(source.model_dir, run.model_dir)
+    (run.model_dir / "metrics.jsonl").unlink()
+
+
 def compare(run, undisturbed):
     assert set(losses(run)) == set(range(1, STEPS + 1))
     assert losses(run) == losses(undisturbed), "to the last bit: between hosts only sums of two numbers are taken"
@@ -114,9 +120,7 @@ def end_host(host):
 def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed, training_data, tmp_path):
     """C07, too: --new --yes asks nothing, and replaces a run that is there."""
     run = Run(tmp_path / "run", training_data, **KEYS)
-    run.folder.mkdir()
-    shutil.copytree(undisturbed.model_dir, run.model_dir)
-    (run.model_dir / "metrics.jsonl").unlink()
+    already_there(run, undisturbed)
     file = hosts.hosts_file(f"python={sys.executable}")
     driver = Driver(run, "--hosts-file", str(file), "--new", "--yes", MESH_TRANSFORMER_HOME=str(tmp_path / "mine"))
     try:
@@ -136,7 +140,9 @@ def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed,
 @needs_google
 @pytest.mark.parametrize("loses_a_host", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, training_data, tmp_path, loses_a_host):
-    """loses_a_host: before that, whose network is cut, where namespaces can be made; else its processes end."""
+    """C07, too: --new --yes asks nothing, and replaces a run that is there, once.
+
+    loses_a_host: before the preemption, whose network is cut, where namespaces can be made; else its processes end."""
     cloud = FakeTPU(hosts=[host.address for host in hosts.hosts])
     if not loses_a_host:
         cloud.ready_after = 1  # waiting has tests of its own
@@ -150,10 +156,11 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
 
     cloud.on_delete = power_off
     run = Run(tmp_path / "run", training_data, **KEYS, tpu_size=4)
+    already_there(run, undisturbed)
     restarted = "go on from step"
     environment = cloud.environment(tmp_path) | {tpu_machines.HOME_VARIABLE: str(tmp_path / "mine")}
     driver = Driver(
-        run, "--tpu", "pod", "--tpu_region", "us-central2-b", "--tpu_type", "v4-16", "--spot",
+        run, "--new", "--yes", "--tpu", "pod", "--tpu_region", "us-central2-b", "--tpu_type", "v4-16", "--spot",
         "--ssh-user", hosts.user, "--ssh-key", str(hosts.key), "--ssh-port", str(hosts.port),
         "--remote-python", sys.executable, **environment,
     )  # fmt: skip
@@ -162,7 +169,7 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
         tokens = [path.read_text() for host in hosts.hosts for path in host.home.glob(".mesh-transformer/r/*/token")]
         assert len(tokens) == 2 and len(tokens[0]) == 64 and tokens[0] == tokens[1]
         assert not processes(tokens[0]), "the token is on a command line, or in an environment"
-        driver.until(lambda: CheckpointStore(run.model_dir).steps(), "saved a step")  # or it would begin anew
+        driver.until(lambda: "saved " in driver.said, "saved a step")  # or it would begin anew
         if loses_a_host:
             if hosts.network is not None:
                 hosts.network.cut(0)
@@ -186,6 +193,7 @@ def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, tr
     assert driver.said.count(restarted) == 1 + loses_a_host, driver.said
     assert len(gone) == 1 and cloud.nodes["pod"]["id"] != gone[0] and cloud.nodes["pod"]["state"] == "READY"
     assert cloud.nodes["pod"]["schedulingConfig"] == {"spot": True}
+    assert "training from scratch" in driver.said
     compare(run, undisturbed)
     said = driver.said + "".join(path.read_text() for path in (tmp_path / "mine").rglob("*.log"))
     assert cloud.tokens and not [token for token in (*cloud.tokens, tokens[0]) if token in said]
