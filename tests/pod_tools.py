@@ -20,7 +20,7 @@ from mesh_transformer.command_line import log_lines
 from mesh_transformer.training import session
 from scripts.soaking.places import below
 
-PATIENT = Patience(max_restarts=3, step_deadline=5.0)
+PATIENT = Patience(max_restarts=3, step_deadline=8.0)
 
 
 class Cluster:
@@ -39,12 +39,12 @@ class Cluster:
         crew.start()
         return Pod(self.hosts, crew, patience, config)
 
-    def train(self, run, *, patience=PATIENT, hosts=2, devices=None, **request):
+    def train(self, run, *, hosts=2, devices=None, **request):
         """As train.py would, without its own cluster; the exit code."""
 
         @contextlib.contextmanager
         def start_devices(config):
-            self.pod = self.pod_for(config, patience, hosts, devices)
+            self.pod = self.pod_for(config, PATIENT, hosts, devices)
             try:
                 yield self.pod
             finally:
@@ -88,6 +88,9 @@ def cluster_of(hosts, devices):
         stack.callback(made.stop)
         made.start(ray_session)
         yield Cluster(ray_session, made)
+        folder = Path(ray_session.folder)
+        assert folder.is_dir()
+    assert not folder.exists(), "the token is gone with the session"
 
 
 def parent_of(pid):

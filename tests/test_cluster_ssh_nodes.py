@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -156,6 +157,17 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_hosts(hosts, tmp_path):
     driver.join()
     wait_until(lambda: not processes(mark), 30)
     wait_until(lambda: not list(hosts.folder.glob("*/.mesh-transformer/r/*/token")), 30)
+
+
+@needs_ray
+@pytest.mark.parametrize("needed", [False, True])
+def test_ray_starts_without_its_other_commands_or_with_them(needed):
+    """`needed`: of a Ray that cannot do without one of them."""
+    code = "import sys; sys.argv[1:] = ['start', '--help']; from mesh_transformer.cluster import ray_start as r; "
+    if needed:
+        code += "r.LEFT_OUT += ('click',); "
+    done = subprocess.run([sys.executable, "-c", code + "r.main()"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--block" in done.stdout, done.stderr
 
 
 @needs_ray

@@ -97,25 +97,28 @@ def same_in_the_end(run, undisturbed):
     assert equal(run.tensors(6), undisturbed.tensors(6))
 
 
-def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data, tmp_path, capsys):
+def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data, tmp_path, monkeypatch, capfd):
     """One's Ray node is killed, and another is frozen; in between, what others see of it all."""
-    run, seen = Run(tmp_path / "run", training_data, val_every=0, ckpt_every=2), []
+    monkeypatch.setattr(crew, "SILENT_SECONDS", 5.0)  # a freeze while a checkpoint is written has no deadline
+    # Saved at every step, of which none begins before the save before it is done: so no fault comes behind the end.
+    run, seen = Run(tmp_path / "run", training_data, val_every=0, ckpt_every=1), []
 
     def freeze():
         send("SIGSTOP", process_of(cluster, 0))
         seen.append(look_at(cluster))  # nothing ends meanwhile
 
-    thread = when(cluster, run, (2, lambda: send("SIGKILL", parent_of(process_of(cluster, 1)))), (5, freeze))
+    thread = when(cluster, run, (2, lambda: send("SIGKILL", parent_of(process_of(cluster, 1)))), (4, freeze))
     assert cluster.train(run) == 0
     thread.join(10)
     same_in_the_end(run, undisturbed)
-    said = capsys.readouterr().err
+    said = "".join(capfd.readouterr())
     assert "starting the Ray node of local-1 again" in said
     frozen = (
         r"local-0 \(127\.0\.0\.1\): its process does not answer for .* All processes were ended; fresh ones go on from"
     )
     assert re.search(f"{frozen} step", said)
     assert said.count("2 hosts are there again after") == 2
+    assert len(seen) == 1
     private(*seen, said)
 
 
@@ -142,26 +145,31 @@ def test_sigterm_saves_and_one_process_goes_on(cluster, straight, training_data,
     np.testing.assert_allclose(losses(run), losses(straight), rtol=ORDER)
 
 
-def test_a_freeze_is_found_without_a_deadline_and_too_many_faults_end_the_run(cluster, tmp_path, monkeypatch, caplog):
+def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_the_run(
+    cluster, tmp_path, monkeypatch, caplog
+):
     """What has no deadline, such as compiling, is looked at as well; and --max-restarts counts what comes in a row."""
-    pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}), Patience(max_restarts=1))
+    pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}), Patience(max_restarts=2))
     first = pod.crew
-    faults = iter([("SIGSTOP", 1), ("SIGKILL", 0)])
+    faults = iter([("SIGSTOP", 1, None, 2.0), ("SIGSTOP", 0, 1.0, 30.0), ("SIGKILL", 0, None, 30.0)])
 
     def attempt():
-        number, host = next(faults)
+        number, host, deadline, silent = next(faults)
         send(number, pod.crew.joined[host].pid)
         with monkeypatch.context() as patched:
-            patched.setattr(crew, "SILENT_SECONDS", 2.0)
-            return pod.crew.call("sees", str(tmp_path), operation="looking")
+            patched.setattr(crew, "SILENT_SECONDS", silent)
+            return pod.crew.call("sees", str(tmp_path), operation="looking", seconds=deadline)
 
-    with pytest.raises(
-        HostError,
-        match=r"while looking: local-0 .*its process ended.*fault 2 .*last new checkpoint.*--max-restarts is 1",
-    ):
-        pod.supervise(attempt, lambda: None)
-    assert re.search(r"while looking: local-1 .*not answer for 2 s, so it is frozen.*\(restart 1 of 1\)", caplog.text)
-    assert not first.alive and not pod.crew.alive and pod.crew is not first
+    too_many = r"while looking: local-0 .*its process ended.*fault 3 .*last new checkpoint.*--max-restarts is 2"
+    try:
+        with pytest.raises(HostError, match=too_many):
+            pod.supervise(attempt, lambda: None)
+        assert not first.alive and not pod.crew.alive and pod.crew is not first
+    finally:
+        pod.crew.end(frozen={0: "", 1: ""})
+    for host, seconds, restart in ((1, 2, 1), (0, crew.PING_SECONDS, 2)):
+        told = rf"local-{host} \(127.*not answer for {seconds:.0f} s, so it is frozen.*\(restart {restart} of 2\)"
+        assert re.search(told, caplog.text)
 
 
 def test_a_call_to_save_that_comes_late_writes_nothing(tmp_path):

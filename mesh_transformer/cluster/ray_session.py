@@ -68,7 +68,8 @@ def check_installed() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class JoinCommand:
-    """How a machine joins: `python ARGUMENTS`, with `environment`, for as long as it is to be a host.
+    """How a machine joins: `python ARGUMENTS`, with `environment`, for as long as it is to be a host. This package has
+    to be importable there.
 
     The machine's own `RAY_AUTH_TOKEN_PATH` must name a file there, readable for its user alone (mode 0600), that holds
     the session's `token`; hand that over on a standard input, never on a command line. The command runs until it is

@@ -14,8 +14,12 @@ LEFT_OUT = ("ray.serve.scripts", "ray.dashboard.modules.job.cli", "ray.util.stat
 def main() -> None:
     for name in LEFT_OUT:
         sys.modules[name] = None  # type: ignore[assignment]  # what Python takes for "not installed"
-    from ray.scripts.scripts import main as ray
-
+    try:
+        from ray.scripts.scripts import main as ray
+    except ImportError:  # of a Ray that cannot do without
+        for name in [name for name in sys.modules if name in LEFT_OUT or name.startswith("ray.scripts")]:
+            del sys.modules[name]
+        from ray.scripts.scripts import main as ray
     ray()
 
 

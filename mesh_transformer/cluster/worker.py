@@ -142,11 +142,9 @@ class Worker:
         """Become process `number` of `count`, with `devices` simulated devices where `platform` is "cpu"."""
         import jax
 
-        from mesh_transformer import host_memory
         from mesh_transformer.mesh import choose_platform
         from mesh_transformer.planning.check import device_memory
 
-        host_memory.share_one_arena()
         choose_platform(platform, devices)
         if platform == "cpu":
             # XLA runs a program from the cache without the order of its collectives, and between processes those meet

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import jax
 
-from mesh_transformer import host_memory
 from mesh_transformer.config import Config, mesh_notice
 from mesh_transformer.mesh import DP, choose_platform, describe, find_devices, make_mesh
 from mesh_transformer.planning.check import device_memory
@@ -37,7 +36,6 @@ def train(request: Request, *, ask: Ask = ask_on_terminal, command: Sequence[str
 
     @contextlib.contextmanager
     def start_devices(config: Config) -> Iterator[LocalDevices]:
-        host_memory.share_one_arena()
         choose_platform(request.platform, request.devices)
         devices = find_devices(request.platform, request.devices)
         mesh = make_mesh(config, devices)
