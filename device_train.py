@@ -37,10 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(words)
     # Imported after parsing, so that --help and mistakes on the command line show at once.
     with ending_at_once():
-        from mesh_transformer import host_memory
-
-        if arguments is None and host_memory.is_for_cpu(options.platform):  # in a process of our own
-            host_memory.share_one_arena()
         from mesh_transformer.training import local
 
     return exit_of_training(lambda: local.train(local.Request(**vars(options)), command=["device_train.py", *words]))

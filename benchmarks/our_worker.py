@@ -15,14 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from worker import median_seconds, serve  # noqa: E402
 
-from mesh_transformer import (  # noqa: E402
-    CausalTransformer,
-    host_memory,
-    load_config,
-    make_mesh,
-    optimizer,
-    parameters,
-)
+from mesh_transformer import CausalTransformer, load_config, make_mesh, optimizer, parameters  # noqa: E402
 from mesh_transformer.cross_entropy import weighted_loss  # noqa: E402
 from mesh_transformer.fused_attention import causal_attention  # noqa: E402
 from mesh_transformer.mesh import find_devices  # noqa: E402
@@ -81,7 +74,6 @@ def optimizer_seconds(network: CausalTransformer) -> float:
 
 def main() -> None:
     shape = json.loads(sys.argv[1])
-    host_memory.share_one_arena()  # as device_train.py does
     jax.config.update("jax_platforms", "cpu")
     config = load_config({
         "layers": shape["layers"], "d_model": shape["d_model"], "n_heads": shape["n_heads"], "seq": shape["seq"],

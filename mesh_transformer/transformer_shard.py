@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import attention, fused_attention, host_memory, memory, optimizer, parameters, steps
+from mesh_transformer import attention, fused_attention, memory, optimizer, parameters, steps
 from mesh_transformer.collected_vocabulary import collected_loss
 from mesh_transformer.collectives import Probe
 from mesh_transformer.config import Config, ModelConfig, OptimConfig, check_interpreter
@@ -283,7 +283,6 @@ class CausalTransformer:
             raise DataError(f"mask has shape {mask.shape}, obs has {obs.shape}: they must be equal")
         placed = steps.place(self.mesh, steps.BATCH_SPEC, steps.Batch(obs, target, mask), replicas)
         self._weights = None  # views of what is about to be donated
-        host_memory.keep_freed(self.mesh)
         self.state, metrics = train_step(self.model, self.config.optim, self.mesh, self.zero)(self.state, placed)
         return metrics
 

@@ -2,8 +2,9 @@
 
 JAX's settings are made here, before anything starts it. Compiles dominate the time of these tests, so executables go
 to a cache folder that also the subprocesses of one test run share, and no time is spent on making them fast: LLVM
-optimizes little, and XLA writes fusions by its older emitters, if it has them, which takes a third of the time. Collectives and buffers
-are those of any other run; `make test-long` compiles all as users' runs do, and so does `XLA_FLAGS= make test`.
+optimizes little, and XLA writes fusions by its older emitters, if it has them, which takes a third of the time.
+Collectives and buffers are those of any other run; `make test-long` compiles all as users' runs do, and so does
+`XLA_FLAGS= make test`.
 """
 
 from __future__ import annotations

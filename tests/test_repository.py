@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"command_line", "progress"},
     {"config_fields", "config_rules", "config_groups", "config", "storage", "storage_errors", "gcs"},
-    {"mesh", "parameters", "collectives", "state", "memory", "host_memory", "weight_products", "panels"},
+    {"mesh", "parameters", "collectives", "state", "memory", "weight_products", "panels"},
     {"attention", "attention_tiles", "fused_attention"}
     | {"cross_entropy", "collected_vocabulary", "layers", "optimizer", "steps"},
     {"transformer_shard"},
