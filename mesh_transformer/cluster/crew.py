@@ -214,10 +214,11 @@ class Crew:
         self.end(frozen=silent, wait=gone is None)
         raise HostError(self._ended)
 
-    def _silent(self, skip: Mapping[int, str], seconds: float = PING_SECONDS) -> dict[int, str]:
-        """The hosts whose processes do not answer, or are gone, and which of both."""
+    def _silent(self, skip: Mapping[int, str], seconds: float | None = None) -> dict[int, str]:
+        """The hosts whose processes do not answer within `seconds` (PING_SECONDS), or are gone, and which of both."""
         import ray
 
+        seconds = PING_SECONDS if seconds is None else seconds
         asked = {}
         for at, actor in enumerate(self._actors):
             if at not in skip:
