@@ -21,10 +21,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 _flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if importlib.metadata.version("jaxlib").startswith(
-    "0.10."
-):  # later ones have one kind of emitters, and refuse the flag
-    _flags += " --xla_cpu_use_fusion_emitters=false"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    _flags += " --xla_cpu_use_fusion_emitters=false"  # later ones have one kind of emitters, and refuse the flag
 os.environ.setdefault("XLA_FLAGS", _flags)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
