@@ -7,6 +7,7 @@ a thread of its own, and answers with one line; where the input ends, for whatev
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import tempfile
 import threading
 from typing import Any
 
+DASHBOARD = "ray.dashboard.optional_deps"
 TRIES = 2  # a node's start: on a busy machine Ray gives up at times, and the next try is well
 
 
@@ -25,6 +27,7 @@ class Head:
     def __init__(self, address: str, object_store: int) -> None:
         from ray.cluster_utils import Cluster
 
+        settle_dashboard()
         self._host, self._object_store, self._folder = address, object_store, os.environ["RAY_TMPDIR"]
         # No hooks of Ray's own: they would want the main thread, and the signals of the process.
         self._cluster = Cluster(
@@ -71,6 +74,18 @@ class Head:
         for name in list(self._nodes):
             self.remove(name)
         self._cluster.shutdown()
+
+
+def settle_dashboard() -> None:
+    """Find out once whether Ray's dashboard can run here.
+
+    Ray imports what that needs at every node's start. Of two threads that import at once what fails, Python tells one
+    alone; the other one's node, started as if there were a dashboard, ends, which takes Ray half a minute to notice.
+    """
+    try:
+        importlib.import_module(DASHBOARD)
+    except ImportError:
+        sys.modules[DASHBOARD] = None  # type: ignore[assignment]  # which fails at once, for every thread
 
 
 _given: set[int] = set()
