@@ -16,7 +16,7 @@ import pytest
 from conftest import mesh_of, tokens_of
 from data_tools import tokenizer_path
 from evaluation_tools import ROOT, TASKS, trained
-from pod_tools import cluster_of, lend, look_at, parent_of, process_of, send, when
+from pod_tools import cluster_of, gone_at_once, lend, look_at, parent_of, process_of, send, when
 from training_tools import KEYS, Run, S, equal, make_data
 
 import eval_harness
@@ -150,12 +150,13 @@ def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_t
 ):
     """What has no deadline, such as compiling, is looked at as well; and --max-restarts counts what comes in a row."""
     pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}), Patience(max_restarts=2))
-    first = pod.crew
+    first, met = pod.crew, []
     faults = iter([("SIGSTOP", 1, None, 2.0), ("SIGSTOP", 0, 1.0, 30.0), ("SIGKILL", 0, None, 30.0)])
 
     def attempt():
         number, host, deadline, silent = next(faults)
-        send(number, pod.crew.joined[host].pid)
+        met.append(pod.crew.joined[host].pid)
+        send(number, met[-1])
         with monkeypatch.context() as patched:
             patched.setattr(crew, "SILENT_SECONDS", silent)
             patched.setattr(crew, "PING_SECONDS", 2.0)
@@ -164,7 +165,7 @@ def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_t
     too_many = r"while looking: local-0 .*its process ended.*fault 3 .*last new checkpoint.*--max-restarts is 2"
     try:
         with pytest.raises(HostError, match=too_many):
-            pod.supervise(attempt, lambda: None)
+            pod.supervise(attempt, lambda: gone_at_once(met))
         assert not first.alive and not pod.crew.alive and pod.crew is not first
     finally:
         pod.crew.end(frozen={0: "", 1: ""})

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mesh_transformer.cluster.hosts import Host, HostError
@@ -155,7 +156,7 @@ class Crew:
                 # Work without a deadline, such as compiling and saving, must not wait for a frozen host for ever.
                 silent, asked = self._silent({}, SILENT_SECONDS), time.monotonic()
                 if silent:
-                    self._fault(pending.operation, silent)
+                    self._fault(pending.operation, silent, frozen=silent)
         try:
             found = ray.get(list(pending.refs))  # all at once: one at a time costs a step milliseconds
         except ray.exceptions.RayError:
@@ -194,13 +195,14 @@ class Crew:
 
     def _fault(
         self, operation: str, seen: dict[int, str], seconds: float | None = None, gone: str | None = None,
-        lives: bool = False,
+        lives: bool = False, frozen: Mapping[int, str] = MappingProxyType({}),
     ) -> NoReturn:  # fmt: skip
         """Find out what happened, end all processes, and raise HostError.
 
         lives: what was seen is an error of a process that lives, so mostly one that lost another.
+        frozen: those of `seen` that are known not to answer.
         """
-        silent = self._silent(skip={} if lives else seen)
+        silent = self._silent(skip={} if lives else seen) | dict(frozen)
         gone = gone or self._gone()
         seen = silent if lives and (silent or gone) else seen | silent
         said = [f"{self.hosts[host].name} ({self.hosts[host].address}): {what}" for host, what in sorted(seen.items())]
