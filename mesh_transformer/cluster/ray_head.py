@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -139,6 +140,7 @@ def main() -> None:
             threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()
     finally:
         head.stop()
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)  # of a driver that was killed, too: the token
         # Not through Ray's own exit handlers, which wait for what is gone.
         os._exit(0)
 
