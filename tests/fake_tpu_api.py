@@ -35,6 +35,7 @@ class FakeTPU:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # header and body in one piece: the second would wait 40 ms for an acknowledgement
 
             def do(self):
                 length = int(self.headers.get("Content-Length") or 0)

@@ -99,11 +99,18 @@ def same_in_the_end(run, undisturbed):
 
 def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data, tmp_path, monkeypatch, capfd):
     """One's Ray node is killed, and another is frozen; in between, what others see of it all."""
-    monkeypatch.setattr(crew, "SILENT_SECONDS", 5.0)  # a freeze while a checkpoint is written has no deadline
+    restore = cluster.hosts.restore
+
+    def restored():  # fresh processes have the time again that they need
+        monkeypatch.setattr(crew, "SILENT_SECONDS", 30.0)
+        return restore()
+
+    monkeypatch.setattr(cluster.hosts, "restore", restored)
     # Saved at every step, of which none begins before the save before it is done: so no fault comes behind the end.
     run, seen = Run(tmp_path / "run", training_data, val_every=0, ckpt_every=1), []
 
     def freeze():
+        monkeypatch.setattr(crew, "SILENT_SECONDS", 3.0)  # a freeze while a checkpoint is written has no deadline
         send("SIGSTOP", process_of(cluster, 0))
         seen.append(look_at(cluster))  # nothing ends meanwhile
 
