@@ -128,7 +128,7 @@ def send(number, pid):
 
 def gone_at_once(pids):
     """Processes that were frozen must not hold their places on the hosts until Ray itself has given them up."""
-    end = time.monotonic() + 2  # of Ray's six
+    end = time.monotonic() + 2  # seconds; Ray itself takes six
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
         time.sleep(0.05)

@@ -99,10 +99,10 @@ def same_in_the_end(run, undisturbed):
 
 def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data, tmp_path, monkeypatch, capfd):
     """One's Ray node is killed, and another is frozen; in between, what others see of it all."""
-    restore = cluster.hosts.restore
+    restore, usual = cluster.hosts.restore, crew.SILENT_SECONDS
 
     def restored():  # fresh processes have the time again that they need
-        monkeypatch.setattr(crew, "SILENT_SECONDS", 30.0)
+        monkeypatch.setattr(crew, "SILENT_SECONDS", usual)
         return restore()
 
     monkeypatch.setattr(cluster.hosts, "restore", restored)
@@ -110,9 +110,9 @@ def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data,
     run, seen = Run(tmp_path / "run", training_data, val_every=0, ckpt_every=1), []
 
     def freeze():
-        monkeypatch.setattr(crew, "SILENT_SECONDS", 3.0)  # a freeze while a checkpoint is written has no deadline
         send("SIGSTOP", process_of(cluster, 0))
         seen.append(look_at(cluster))  # nothing ends meanwhile
+        monkeypatch.setattr(crew, "SILENT_SECONDS", 3.0)  # a freeze while a checkpoint is written has no deadline
 
     thread = when(cluster, run, (2, lambda: send("SIGKILL", parent_of(process_of(cluster, 1)))), (4, freeze))
     assert cluster.train(run) == 0
@@ -155,7 +155,8 @@ def test_sigterm_saves_and_one_process_goes_on(cluster, straight, training_data,
 def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_the_run(
     cluster, tmp_path, monkeypatch, caplog
 ):
-    """What has no deadline, such as compiling, is looked at as well; and --max-restarts counts what comes in a row."""
+    """What has no deadline, such as compiling, is looked at as well; what is frozen is killed at once; and
+    --max-restarts counts what comes in a row."""
     pod = cluster.pod_for(load_config(KEYS | {"name": "n", "model_dir": "m"}), Patience(max_restarts=2))
     first, met = pod.crew, []
     faults = iter([("SIGSTOP", 1, None, 2.0), ("SIGSTOP", 0, 1.0, 30.0), ("SIGKILL", 0, None, 30.0)])
@@ -172,7 +173,7 @@ def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_t
     too_many = r"while looking: local-0 .*its process ended.*fault 3 .*last new checkpoint.*--max-restarts is 2"
     try:
         with pytest.raises(HostError, match=too_many):
-            pod.supervise(attempt, lambda: gone_at_once(met))
+            pod.supervise(attempt, lambda: gone_at_once(met))  # which is asked for progress after every fault
         assert not first.alive and not pod.crew.alive and pod.crew is not first
     finally:
         pod.crew.end(frozen={0: "", 1: ""})

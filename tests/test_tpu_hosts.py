@@ -120,10 +120,12 @@ def test_a_tpu_that_others_changed(cloud, pod, how):
 
 def test_no_capacity_is_waited_for_and_no_permission_is_not(cloud, pod, caplog):
     hosts, _ = pod
+    caplog.set_level("INFO")
     cloud.preempt("pod")
     cloud.refuse = [("POST", 429, "RESOURCE_EXHAUSTED", "There is no more capacity in the zone")] * 3
     began = time.monotonic()
     assert hosts.restore() == ["replaced"]
+    assert caplog.text.count("has no such TPU free now") == 3
     cloud.preempt("pod")
     cloud.refuse = [("POST", 403, "PERMISSION_DENIED", "denied")]
     with pytest.raises(tpu_api.TPUError, match="roles/tpu.admin"):

@@ -27,6 +27,7 @@ URL = "https://tpu.googleapis.com/v2/projects/PROJECT/locations/us-central2-b"
 
 @pytest.fixture(scope="module")
 def hosts():
+    # A server there compiles as fast as one here.
     with ssh_hosts(XLA_FLAGS=os.environ.get("XLA_FLAGS", "")) as found:
         yield found
 

@@ -32,36 +32,6 @@ def test_ray_imported_too_early_is_said_at_once():
     assert done.returncode == 1 and "ClusterError: this process imported ray before" in done.stderr, done.stderr
 
 
-TWO_AT_ONCE = """
-import sys, threading, time
-from mesh_transformer.cluster import ray_head
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name == "aiohttp_cors":  # which Ray's dashboard wants
-            time.sleep(0.5)
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Missing())
-ray_head.settle_dashboard()
-from ray._private.utils import get_dashboard_dependency_error as error
-found = []
-threads = [threading.Thread(target=lambda: found.append(error())) for _ in range(2)]
-for thread in threads:
-    thread.start()
-    time.sleep(0.2)
-for thread in threads:
-    thread.join()
-print(sum(each is not None for each in found))
-"""
-
-
-def test_nodes_that_start_at_once_agree_that_there_is_no_dashboard():
-    """Or Ray would start one's agent as if there were, which ends, and the node would be there half a minute late."""
-    done = subprocess.run([sys.executable, "-c", TWO_AT_ONCE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "2", done.stdout + done.stderr
-
-
 def test_hosts_that_do_not_fit_the_config_are_refused_before_anything_starts():
     config = load_config(KEYS | {"name": "n", "model_dir": "m"})
     options = script.parse(["--config", "c", "--tpu", "local", "--hosts", "3", "--devices-per-host", "2"])

@@ -142,7 +142,8 @@ def test_a_hosts_file_trains_and_survives_the_loss_of_a_host(hosts, undisturbed,
 def test_a_tpu_is_made_trains_is_preempted_and_made_again(hosts, undisturbed, training_data, tmp_path, loses_a_host):
     """C07, too: --new --yes asks nothing, and replaces a run that is there, once.
 
-    loses_a_host: before the preemption, whose network is cut, where namespaces can be made; else its processes end."""
+    loses_a_host: before the preemption, whose network is cut, where namespaces can be made; else its processes end.
+    And there is no capacity at first, when the TPU is made again."""
     cloud = FakeTPU(hosts=[host.address for host in hosts.hosts])
     if not loses_a_host:
         cloud.ready_after = 1  # waiting has tests of its own

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mesh_transformer.cluster.hosts import Host, HostError
@@ -154,9 +153,9 @@ class Crew:
                     self._fault(pending.operation, {}, gone=gone)
             if waiting and now - asked > SILENT_SECONDS:
                 # Work without a deadline, such as compiling and saving, must not wait for a frozen host for ever.
-                silent, asked = self._silent({}, SILENT_SECONDS), time.monotonic()
-                if silent:
-                    self._fault(pending.operation, silent, frozen=silent)
+                (late, ended), asked = self._silent({}, SILENT_SECONDS), time.monotonic()
+                if late or ended:
+                    self._fault(pending.operation, late | ended, late=late)
         try:
             found = ray.get(list(pending.refs))  # all at once: one at a time costs a step milliseconds
         except ray.exceptions.RayError:
@@ -195,14 +194,16 @@ class Crew:
 
     def _fault(
         self, operation: str, seen: dict[int, str], seconds: float | None = None, gone: str | None = None,
-        lives: bool = False, frozen: Mapping[int, str] = MappingProxyType({}),
+        lives: bool = False, late: Mapping[int, str] | None = None,
     ) -> NoReturn:  # fmt: skip
         """Find out what happened, end all processes, and raise HostError.
 
         lives: what was seen is an error of a process that lives, so mostly one that lost another.
-        frozen: those of `seen` that are known not to answer.
+        late: those of `seen` that do not answer.
         """
-        silent = self._silent(skip={} if lives else seen) | dict(frozen)
+        frozen, ended = self._silent(skip={} if lives else seen)
+        frozen |= late or {}
+        silent = frozen | ended
         gone = gone or self._gone()
         seen = silent if lives and (silent or gone) else seen | silent
         said = [f"{self.hosts[host].name} ({self.hosts[host].address}): {what}" for host, what in sorted(seen.items())]
@@ -213,11 +214,13 @@ class Crew:
         if not self._actors:  # another thread met the fault first, and ended them
             raise HostError(self._ended)
         self._ended = f"while {operation}: {'; '.join(said)}"
-        self.end(frozen=silent, wait=gone is None)
+        self.end(frozen=frozen, wait=gone is None)
         raise HostError(self._ended)
 
-    def _silent(self, skip: Mapping[int, str], seconds: float | None = None) -> dict[int, str]:
-        """The hosts whose processes do not answer within `seconds` (PING_SECONDS), or are gone, and which of both."""
+    def _silent(
+        self, skip: Mapping[int, str], seconds: float | None = None
+    ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
+        """The hosts whose processes do not answer within `seconds` (PING_SECONDS), and those whose are gone."""
         import ray
 
         seconds = PING_SECONDS if seconds is None else seconds
@@ -226,14 +229,14 @@ class Crew:
             if at not in skip:
                 asked[self._call(actor, "ping")] = at
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
-        found = {asked[ref]: f"its process does not answer for {seconds:.0f} s, so it is frozen or cut off"
-                 for ref in late}  # fmt: skip
+        silence = f"its process does not answer for {seconds:.0f} s, so it is frozen or cut off"
+        ended = {}
         for ref in done:
             try:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
-                found[asked[ref]] = _died(error)
-        return found
+                ended[asked[ref]] = _died(error)
+        return {asked[ref]: silence for ref in late}, ended
 
     def end(self, frozen: Mapping[int, str] | None = None, wait: bool = True) -> None:
         """End all processes, whatever they do. Never raises.

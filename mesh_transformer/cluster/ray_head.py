@@ -1,13 +1,13 @@
 """The process that owns a session's head and the nodes of this machine: it ends them when its driver is gone.
 
 `ray_session.RaySession` starts it. It reads one JSON object a line from its standard input, does what it says, each in
-a thread of its own, and answers with one line; where the input ends, for whatever reason, so does everything here.
+a thread of its own, and answers with one line. Where the input ends, for whatever reason, so does everything here, and
+the session's folder is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import shutil
@@ -18,18 +18,17 @@ import tempfile
 import threading
 from typing import Any
 
-DASHBOARD = "ray.dashboard.optional_deps"
 TRIES = 2  # a node's start: on a busy machine Ray gives up at times, and the next try is well
 
 
 class Head:
     """A head at `address`, with its nodes by name."""
 
-    def __init__(self, address: str, object_store: int) -> None:
+    def __init__(self, address: str, object_store: int, folder: str) -> None:
         from ray.cluster_utils import Cluster
 
-        settle_dashboard()
-        self._host, self._object_store, self._folder = address, object_store, os.environ["RAY_TMPDIR"]
+        without_dashboard()
+        self._host, self._object_store, self._folder = address, object_store, folder
         # No hooks of Ray's own: they would want the main thread, and the signals of the process.
         self._cluster = Cluster(
             initialize_head=True, shutdown_at_exit=False,
@@ -77,16 +76,14 @@ class Head:
         self._cluster.shutdown()
 
 
-def settle_dashboard() -> None:
-    """Find out once whether Ray's dashboard can run here.
+def without_dashboard() -> None:
+    """Tell Ray, in this process, that it has no dashboard, whether it is installed or not.
 
-    Ray imports what that needs at every node's start. Of two threads that import at once what fails, Python tells one
-    alone; the other one's node, started as if there were a dashboard, ends, which takes Ray half a minute to notice.
+    It imports what one needs at every node's start. Of two threads that import at once what fails, Python (3.11 to
+    3.13) may tell one alone; the other one's node, started as if there were a dashboard, ends, which takes Ray half a
+    minute to notice.
     """
-    try:
-        importlib.import_module(DASHBOARD)
-    except ImportError:
-        sys.modules[DASHBOARD] = None  # type: ignore[assignment]  # which fails at once, for every thread
+    sys.modules["ray.dashboard.optional_deps"] = None  # type: ignore[assignment]  # so its import fails at once
 
 
 _given: set[int] = set()
@@ -114,7 +111,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints goes to the log
     order = json.loads(sys.stdin.readline())
-    head = Head(order["address"], order["object_store"])
+    folder = order["folder"]
+    head = Head(order["address"], order["object_store"], folder)
     writing = threading.Lock()
 
     def say(reply: dict[str, Any]) -> None:
@@ -139,10 +137,12 @@ def main() -> None:
         for line in sys.stdin:
             threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()
     finally:
-        head.stop()
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)  # of a driver that was killed, too: the token
-        # Not through Ray's own exit handlers, which wait for what is gone.
-        os._exit(0)
+        try:
+            head.stop()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # a driver that was killed does not, and the token lies there
+            # Not through Ray's own exit handlers, which wait for what is gone.
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class RaySession:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
-        self._tell({"address": self._host, "object_store": OBJECT_STORE})
+        self._tell({"address": self._host, "object_store": OBJECT_STORE, "folder": self._folder})
         import ray  # while the head starts
 
         said = self._head.stdout.readline() if self._head.stdout else ""
