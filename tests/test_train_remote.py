@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 needs_google = pytest.mark.skipif(importlib.util.find_spec("google.auth") is None, reason="needs google-auth")
 pytestmark = [needs_ray, pytest.mark.slow]
-STEPS, EVERY = 40, 4  # enough that a host is lost before the end, however fast steps are
+STEPS, EVERY = 32, 4  # enough that a host is lost before the end, however fast steps are
 KEYS = {"total_steps": STEPS, "anneal_steps": STEPS, "ckpt_every": EVERY, "val_every": 0, "cores_per_replica": 2}
 TWO = ["--devices-per-host", "2"]
 SECONDS = 400  # on a machine that is busy with other things, too
