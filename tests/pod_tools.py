@@ -126,14 +126,6 @@ def send(number, pid):
     os.kill(pid, getattr(signal, number))
 
 
-def gone_at_once(pids):
-    """Processes that were frozen must not hold their places on the hosts until Ray itself has given them up."""
-    end = time.monotonic() + 2  # seconds; Ray itself takes six
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
-
-
 def options_of(*words):
     import train
 

@@ -16,7 +16,8 @@ import pytest
 from conftest import mesh_of, tokens_of
 from data_tools import tokenizer_path
 from evaluation_tools import ROOT, TASKS, trained
-from pod_tools import cluster_of, gone_at_once, lend, look_at, parent_of, process_of, send, when
+from pod_tools import cluster_of, lend, look_at, parent_of, process_of, send, when
+from serving_tools import wait_until
 from training_tools import KEYS, Run, S, equal, make_data
 
 import eval_harness
@@ -170,10 +171,14 @@ def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_t
             patched.setattr(crew, "PING_SECONDS", 2.0)
             return pod.crew.call("sees", str(tmp_path), operation="looking", seconds=deadline)
 
+    def progress():
+        """Asked for after every fault: what was frozen holds its place no longer, where Ray itself takes six seconds."""
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in met), 2)
+
     too_many = r"while looking: local-0 .*its process ended.*fault 3 .*last new checkpoint.*--max-restarts is 2"
     try:
         with pytest.raises(HostError, match=too_many):
-            pod.supervise(attempt, lambda: gone_at_once(met))  # which is asked for progress after every fault
+            pod.supervise(attempt, progress)
         assert not first.alive and not pod.crew.alive and pod.crew is not first
     finally:
         pod.crew.end(frozen={0: "", 1: ""})
