@@ -172,7 +172,7 @@ def test_freezes_are_found_with_and_without_a_deadline_and_too_many_faults_end_t
             return pod.crew.call("sees", str(tmp_path), operation="looking", seconds=deadline)
 
     def progress():
-        """Asked for after every fault: what was frozen holds its place no longer, where Ray itself takes six seconds."""
+        """Asked for after every fault: what was frozen holds its place no longer."""
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in met), 2)
 
     too_many = r"while looking: local-0 .*its process ended.*fault 3 .*last new checkpoint.*--max-restarts is 2"
