@@ -127,6 +127,9 @@ class Session:
     def __init__(self, program, joins):
         self.program, self.joins = program, joins
 
+    def connect(self):
+        pass
+
     def join_command(self, name, address, temp_dir):
         return JoinCommand(["-c", self.program], {})
 
@@ -163,7 +166,8 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_hosts(hosts, tmp_path):
 @pytest.mark.parametrize("needed", [False, True])
 def test_ray_starts_without_its_other_commands_or_with_them(needed):
     """`needed`: of a Ray that cannot do without one of them."""
-    code = "import sys; sys.argv[1:] = ['start', '--help']; from mesh_transformer.cluster import ray_start as r; "
+    words = ["start", "--node-ip-address=127.0.0.1", "--help"]
+    code = f"import sys; sys.argv[1:] = {words}; from mesh_transformer.cluster import ray_start as r; "
     if needed:
         code += "r.LEFT_OUT += ('click',); "
     done = subprocess.run([sys.executable, "-c", code + "r.main()"], capture_output=True, text=True, check=False)

@@ -131,8 +131,13 @@ def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data,
 
 
 def private(seen, said):
-    """Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone."""
+    """Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone.
+
+    And no dashboard runs, which would start before the head is there and have nothing to show.
+    """
     assert sum(title.startswith("ray::Worker") for title in seen.titles) == 2
+    assert any("raylet" in title for title in seen.titles)
+    assert not [title for title in seen.titles if "dashboard.py" in title]
     assert "RAY_AUTH_MODE=token" in seen.environment
     assert seen.mode == 0o600 and len(seen.token) == 64 and seen.kept == seen.token
     assert not [text for text in (*seen.titles, *seen.environment, said) if seen.token in text]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from serving_tools import wait_until
 from training_tools import ROOT
+
+from mesh_transformer.cluster import ports
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,6 +54,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+NOWHERE = """
+from mesh_transformer.cluster.ray_session import ClusterError, RaySession
+try:
+    with RaySession("192.0.2.1") as session:  # an address that no machine has (RFC 5737)
+        session.connect()
+except ClusterError as error:
+    print(error)
+"""
+
+
 def run(code):
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -69,3 +82,26 @@ def test_nothing_is_left_of_the_session_of_a_driver_that_is_killed():
     folder = Path(done.stdout.strip())
     assert folder.name.startswith("mt-ray-")
     wait_until(lambda: not folder.exists(), 60)
+
+
+def test_a_head_that_cannot_start_says_why():
+    done = run(NOWHERE)
+    assert done.stdout.startswith("Ray cannot start a head at 192.0.2.1: OSError: [Errno "), done.stdout + done.stderr
+
+
+def test_ports_are_free_and_each_is_given_once(monkeypatch):
+    given = ports.free_ports("127.0.0.1", 50)
+    assert len(set(given)) == 50
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first_of_system = int(file.read().split()[0])
+    if first_of_system - ports.FIRST >= ports.FEWEST:
+        assert all(ports.FIRST <= port < first_of_system for port in given), "or any connection may take them meanwhile"
+    last = ports.free_ports("127.0.0.1", 1)[0] + 3
+    monkeypatch.setattr(ports, "_first_of_system", lambda: last)
+    monkeypatch.setattr(ports, "FIRST", last - 3)
+    monkeypatch.setattr(ports, "FEWEST", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", last - 1))
+        assert ports.free_ports("127.0.0.1", 1) == [last - 2], "the others are given, and taken"
+    monkeypatch.setattr(ports, "_first_of_system", lambda: 0)
+    assert ports.free_ports("127.0.0.1", 1), "the system's own choice"

@@ -33,11 +33,16 @@ _FALLBACK = ("*.py", "requirements.txt", "pyproject.toml", "configs/*.json", "sc
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """`content`: a .tar.gz; `files`: how many; `hash`: of the files' names, modes and contents."""
+    """`tar`: the archive; `files`: how many; `hash`: of the files' names, modes and contents."""
 
-    content: bytes
+    tar: bytes
     files: int
     hash: str
+
+    @functools.cached_property
+    def content(self) -> bytes:
+        """The archive as a .tar.gz, made when the first host asks: that takes longer than all else here."""
+        return gzip.compress(self.tar, 6, mtime=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,7 @@ def code(folder: Path | None = None) -> Code:
             entry.mode = 0o755 if (folder / name).stat().st_mode & 0o100 else 0o644
             tar.addfile(entry, io.BytesIO(content))
             digest.update(f"{name}\0{entry.mode}\0{len(content)}\0".encode() + content)
-    return Code(gzip.compress(packed.getvalue(), 6, mtime=0), len(names), digest.hexdigest()[:HASH_LETTERS])
+    return Code(packed.getvalue(), len(names), digest.hexdigest()[:HASH_LETTERS])
 
 
 def packages(accelerator: str, folder: Path | None = None) -> Packages:
@@ -115,11 +120,8 @@ def packages(accelerator: str, folder: Path | None = None) -> Packages:
     here.
     """
     wanted = ["ray", *_requirements(folder or root())]
-    installed = {
-        _plain(found.metadata["Name"]): found for found in importlib.metadata.distributions() if found.metadata["Name"]
-    }
     for name in ("jax", "ray"):
-        if name not in installed:
+        if _installed(name) is None:
             raise ConfigError(f"hosts get the packages of this machine, and {name} is not installed here: "
                               "pip install 'mesh-transformer[ray]'")  # fmt: skip
     lines, names = [], []
@@ -128,23 +130,41 @@ def packages(accelerator: str, folder: Path | None = None) -> Packages:
         if name == "jax" and accelerator in _JAX:
             extras = _JAX[accelerator]
         bracket = f"[{extras}]" if extras else ""
-        lines.append(f"{name}{bracket}=={installed[name].version}" if name in installed else line)
+        found = _installed(name)
+        lines.append(f"{name}{bracket}=={found.version}" if found is not None else line)
         names.append((name, extras))
-    needed = _closure(names, installed) - {NAME}
-    pins = [f"{name}=={installed[name].version}" for name in sorted(needed) if "+" not in installed[name].version]
+    needed = {name: version for name, version in _closure(names).items() if name != NAME}
+    pins = [f"{name}=={version}" for name, version in sorted(needed.items()) if "+" not in version]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return Packages("\n".join(sorted(set(lines))) + "\n", "\n".join(pins) + "\n", version)
 
 
-def _closure(queue: list[tuple[str, str]], installed: dict[str, importlib.metadata.Distribution]) -> set[str]:
-    """The installed packages that those named (each with its extras) need, and they themselves."""
-    needed: set[str] = set()
+@dataclasses.dataclass(frozen=True)
+class _Installed:
+    version: str
+    requires: tuple[str, ...]
+
+
+@functools.cache
+def _installed(name: str) -> _Installed | None:
+    """A package of this machine; its metadata is read once, since importlib.metadata reads all of it each time."""
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return _Installed(found.version, tuple(found.requires or ()))
+
+
+def _closure(queue: list[tuple[str, str]]) -> dict[str, str]:
+    """The installed packages that those named (each with its extras) need, and they themselves, with versions."""
+    needed: dict[str, str] = {}
     while queue:
         name, extras = queue.pop()
-        if name not in installed or name in needed:
+        found = _installed(name) if name not in needed else None
+        if found is None:
             continue
-        needed.add(name)
-        for line in installed[name].requires or []:
+        needed[name] = found.version
+        for line in found.requires:
             asked = re.search(r"extra == ['\"]([\w.-]+)['\"]", line)
             if asked is None or asked.group(1) in extras.split(","):
                 queue.append(_name(line))

@@ -44,12 +44,14 @@ class LocalHosts:
 
     def restore(self) -> Sequence[Host]:
         """Start again the nodes that have ended. Raises HostError where one does not join."""
+        session = self._the_session()
         for attempt in range(TRIES):
             gone = self._gone()
             if not gone:
                 break
             try:
                 logger.info("starting the Ray node of %s again", ", ".join(gone))
+                session.give_up(gone)
                 self._add(gone)
             except HostError:
                 if attempt == TRIES - 1:
@@ -67,13 +69,18 @@ class LocalHosts:
         return [name for name in self._names if name not in well]
 
     def _add(self, names: Sequence[str]) -> None:
-        session = self._session
-        if session is None:
-            raise HostError("the hosts were stopped")
-        session.give_up(names)
+        session = self._the_session()
         # No more at a time than the machine has cores: a node gives up that does not come up in half a minute.
         with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-            list(pool.map(session.add_local, names))
+            adding = [pool.submit(session.add_local, name) for name in names]
+            session.connect()  # meanwhile
+            for each in adding:
+                each.result()
         missing = session.wait_for(names, NODE_SECONDS)
         if missing:
             raise HostError(f"{', '.join(sorted(missing))}: the Ray node did not join in {NODE_SECONDS:.0f} s")
+
+    def _the_session(self) -> RaySession:
+        if self._session is None:
+            raise HostError("the hosts were stopped")
+        return self._session

@@ -18,6 +18,10 @@ import tempfile
 import threading
 from typing import Any
 
+from mesh_transformer.cluster.ports import free_ports
+
+AGENT_PORTS = ("runtime_env_agent_port", "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+LOOPBACK = "127.0.0.1"
 TRIES = 2  # a node's start: on a busy machine Ray gives up at times, and the next try is well
 
 
@@ -29,15 +33,20 @@ class Head:
 
         without_dashboard()
         self._host, self._object_store, self._folder = address, object_store, folder
-        # No hooks of Ray's own: they would want the main thread, and the signals of the process.
-        self._cluster = Cluster(
-            initialize_head=True, shutdown_at_exit=False,
-            head_node_args={
-                "node_ip_address": address, "num_cpus": 0, "include_dashboard": False, "include_log_monitor": False,
-                "no_monitor": True,  # of the autoscaler, which has nothing to do
-                "object_store_memory": object_store, **agent_ports(address),
-            },
-        )  # fmt: skip
+        with socket.socket() as taken:
+            taken.bind((LOOPBACK, 0))
+            taken.listen()
+            # No hooks of Ray's own: they would want the main thread, and the signals of the process.
+            self._cluster = Cluster(
+                initialize_head=True, shutdown_at_exit=False,
+                head_node_args={
+                    "node_ip_address": address, "num_cpus": 0, "include_log_monitor": False,
+                    "no_monitor": True,  # of the autoscaler, which has nothing to do
+                    # Even then Ray starts one, for statistics that are off, and waits for it; but not where it cannot.
+                    "include_dashboard": False, "dashboard_host": LOOPBACK, "dashboard_port": taken.getsockname()[1],
+                    "object_store_memory": object_store, **agent_ports(address),
+                },
+            )  # fmt: skip
         self._nodes: dict[str, Any] = {}
 
     @property
@@ -86,24 +95,10 @@ def without_dashboard() -> None:
     sys.modules["ray.dashboard.optional_deps"] = None  # type: ignore[assignment]  # so its import fails at once
 
 
-_given: set[int] = set()
-_giving = threading.Lock()
-
-
 def agent_ports(address: str) -> dict[str, int]:
     """Ports for a node's agents. Left to choose them, a node waits until its agents have, and gives up where a busy
     machine takes long to start them."""
-    names = ("runtime_env_agent_port", "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-    found: dict[str, int] = {}
-    with _giving:
-        while len(found) < len(names):
-            with socket.socket() as probe:
-                probe.bind((address, 0))
-                port = int(probe.getsockname()[1])
-            if port not in _given:
-                _given.add(port)
-                found[names[len(found)]] = port
-    return found
+    return dict(zip(AGENT_PORTS, free_ports(address, len(AGENT_PORTS)), strict=True))
 
 
 def main() -> None:
@@ -132,7 +127,7 @@ def main() -> None:
             reply["error"] = f"{type(failure).__name__}: {failure}"
         say(reply)
 
-    say({"address": head.address})
+    say({"number": order["number"], "error": "", "address": head.address})
     try:
         for line in sys.stdin:
             threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()

@@ -87,14 +87,16 @@ class RaySession:
         self._host = address
         self._address = self._folder = self._token = ""
         self._head: subprocess.Popen[str] | None = None
+        self._connected = False
         self._numbers = itertools.count()
         self._replies: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._before: dict[str, str | None] = {}
         self._given_up: set[str] = set()
+        self._up = 0  # the number of the order to start the head
 
     @property
     def address(self) -> str:
-        """ADDRESS:PORT of the head."""
+        """ADDRESS:PORT of the head, once `connect` has waited for it."""
         return self._address
 
     @property
@@ -119,7 +121,7 @@ class RaySession:
         self.stop()
 
     def start(self) -> None:
-        """Start the head and connect this process as its driver. Raises ClusterError."""
+        """Start the head, which takes seconds: `connect` waits for it. Raises ClusterError."""
         check_installed()
         self._check_import()
         self._folder = tempfile.mkdtemp(prefix="mt-ray-", dir="/tmp")  # short: the paths of sockets have a limit
@@ -132,20 +134,25 @@ class RaySession:
         environment = SETTINGS | {ONE_MACHINE: one_machine, TOKEN_PATH: path, "RAY_TMPDIR": self._folder}
         self._before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
-        with open(os.path.join(self._folder, "head.log"), "w") as log:
+        with open(self._log, "w") as log:
             self._head = subprocess.Popen(
                 [sys.executable, "-m", "mesh_transformer.cluster.ray_head"], text=True, stderr=log,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
-        self._tell({"address": self._host, "object_store": OBJECT_STORE, "folder": self._folder})
+        self._up = self._ask({"address": self._host, "object_store": OBJECT_STORE, "folder": self._folder})
+        threading.Thread(target=self._listen, args=(self._head,), name="Ray head", daemon=True).start()
+
+    def connect(self) -> None:
+        """Wait for the head, and become its driver; nothing where this process is it. Raises ClusterError."""
+        if self._connected:
+            return
         import ray  # while the head starts
 
-        said = self._head.stdout.readline() if self._head.stdout else ""
-        if not said:
-            raise ClusterError(f"Ray cannot start a head at {self._host}: {_last_line(log.name)}")
-        self._address = json.loads(said)["address"]
-        threading.Thread(target=self._listen, name="Ray head", daemon=True).start()
+        said = self._answer(self._up)
+        if said["error"]:
+            raise ClusterError(f"Ray cannot start a head at {self._host}: {said['error']}")
+        self._address = said["address"]
         try:
             ray.init(
                 address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR
@@ -154,6 +161,7 @@ class RaySession:
             raise ClusterError(
                 f"this process cannot be the driver of Ray at {self._address}: {error} (it can be of one at a time)"
             ) from error
+        self._connected = True
 
     def _check_import(self) -> None:
         """Ray reads once, when it is imported, whether 127.0.0.1 is to stay that. If not, a session there is never
@@ -171,10 +179,12 @@ class RaySession:
         """End the head and the nodes of this machine. Never raises."""
         head, self._head = self._head, None
         if head is not None:
-            import ray
+            if self._connected:
+                import ray
 
-            with contextlib.suppress(Exception):
-                ray.shutdown()
+                with contextlib.suppress(Exception):
+                    ray.shutdown()
+            self._connected = False
             if head.stdin is not None:
                 head.stdin.close()  # which is the sign to end
             try:
@@ -205,37 +215,56 @@ class RaySession:
         return set(self._do("look", "all")["running"])
 
     def _do(self, what: str, name: str, **more: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        answer: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._replies[number] = answer
-        self._tell({"number": number, "do": what, "name": name, **more})
-        try:
-            reply = answer.get(timeout=NODE_SECONDS)
-        except queue.Empty:
-            reply = {"error": f"no answer in {NODE_SECONDS} s"}
-        finally:
-            del self._replies[number]
+        reply = self._answer(self._ask({"do": what, "name": name, **more}))
         if reply["error"]:
             raise ClusterError(f"Ray cannot {what} the node of {name} on this machine: {reply['error']}")
         return reply
 
-    def _tell(self, order: Mapping[str, Any]) -> None:
+    def _ask(self, order: Mapping[str, Any]) -> int:
+        """Give the head an order; its number, for `_answer`."""
+        number = next(self._numbers)
+        self._replies[number] = queue.Queue()
         if self._head is None or self._head.stdin is None:
             raise ClusterError("the Ray session has ended")
         try:
-            self._head.stdin.write(json.dumps(order) + "\n")
+            self._head.stdin.write(json.dumps(dict(order) | {"number": number}) + "\n")
             self._head.stdin.flush()
         except OSError as error:
-            raise ClusterError("Ray's head on this machine has ended: start the run again") from error
+            raise ClusterError(
+                f"Ray's head on this machine has ended ({self._last_line()}): start the run again"
+            ) from error
+        return number
 
-    def _listen(self) -> None:
-        head = self._head
-        if head is not None and head.stdout is not None:
-            for line in head.stdout:
-                reply = json.loads(line)
-                waiting = self._replies.get(reply["number"])
-                if waiting is not None:
-                    waiting.put(reply)
+    def _answer(self, number: int) -> dict[str, Any]:
+        """Wait for what the head says to an order."""
+        try:
+            return self._replies[number].get(timeout=NODE_SECONDS)
+        except queue.Empty:
+            return {"error": f"no answer in {NODE_SECONDS} s"}
+        finally:
+            del self._replies[number]
+
+    def _listen(self, head: subprocess.Popen[str]) -> None:
+        for line in head.stdout or ():
+            reply = json.loads(line)
+            waiting = self._replies.get(reply["number"])
+            if waiting is not None:
+                waiting.put(reply)
+        for waiting in list(self._replies.values()):
+            waiting.put({"error": self._last_line()})
+
+    @property
+    def _log(self) -> str:
+        return os.path.join(self._folder, "head.log")
+
+    def _last_line(self) -> str:
+        """The last line that the head has to say."""
+        try:
+            with open(self._log, errors="replace") as file:
+                lines = [line.strip() for line in file if line.strip()]
+        except OSError:  # the session has ended meanwhile
+            lines = []
+        return lines[-1] if lines else "it said nothing"
 
     def join_command(self, name: str, address: str, temp_dir: str) -> JoinCommand:
         """How the machine at `address` joins as the host `name`. `temp_dir`: a folder of its own there, short."""
@@ -284,10 +313,3 @@ def _token() -> str:
 def resources(name: str) -> Mapping[str, float]:
     """Ray's resources of the node of a host: one actor computes on it."""
     return {"tpu": 1, f"{HOST}{name}": 1}
-
-
-def _last_line(path: str) -> str:
-    """The last line that a log has to say."""
-    with open(path, errors="replace") as file:
-        lines = [line.strip() for line in file if line.strip()]
-    return lines[-1] if lines else "it said nothing"

@@ -102,6 +102,9 @@ def show(options: argparse.Namespace, config: Config, out: IO[str]) -> None:
         address = f"{DRY_ADDRESS}:PORT"
         token = "0" * 64
 
+        def connect(self) -> None:
+            pass
+
         def wait_for(self, names: object, seconds: float) -> set[str]:
             return set()
 

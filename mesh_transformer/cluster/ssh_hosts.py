@@ -171,6 +171,7 @@ class SSHHosts:
     def _join(self, ready: Sequence[Ready]) -> None:
         """Starts the Ray nodes, all at once, and waits until they are seen. Raises HostError."""
         session = self._the_session()
+        session.connect()
         for here in ready:
             self._nodes[here.machine.name] = self._start_node(session, here)
         names, deadline = [here.machine.name for here in ready], self._clock() + JOIN_SECONDS

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mesh_transformer.cluster.ports import free_ports
 from mesh_transformer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ class Worker:
 
     def free_port(self, address: str) -> int:
         """A port of this machine that nobody listens on."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+        return free_ports(address, 1)[0]
 
     def sees(self, path: str) -> bool:
         """Whether this host sees a file of the driver's."""
