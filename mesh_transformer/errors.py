@@ -40,5 +40,9 @@ class EvaluationError(MeshTransformerError, ValueError):
     """A task, or what evaluating it needs, is missing or cannot be used."""
 
 
+class ClusterError(MeshTransformerError, ValueError):
+    """What a cluster needs is missing, or does not fit together."""
+
+
 class NonFiniteError(MeshTransformerError):
     """Too many steps in a row had a gradient that is not finite."""

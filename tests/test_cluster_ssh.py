@@ -174,7 +174,8 @@ def test_a_set_up_that_fails_shows_the_line_and_keeps_the_log(machines, code, tm
 
 
 def test_a_draft_that_was_cut_off_is_not_taken_for_code(hosts, machines, code, tmp_path):
-    cut = dataclasses.replace(code, tar=code.tar[:700], hash="cut")  # in the middle of a file
+    cut = dataclasses.replace(code, hash="cut")
+    cut.__dict__["content"] = code.content[:-40]
     found = remote_setup.probe(SSH(), machines[:1], cut, tmp_path)
     with pytest.raises(HostError, match="unpacking the code failed"):
         remote_setup.prepare(SSH(), found, cut, NOTHING, tmp_path)

@@ -166,7 +166,7 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_hosts(hosts, tmp_path):
 @pytest.mark.parametrize("needed", [False, True])
 def test_ray_starts_without_its_other_commands_or_with_them(needed):
     """`needed`: of a Ray that cannot do without one of them."""
-    words = ["start", "--node-ip-address=127.0.0.1", "--help"]
+    words = ["start", *(["--node-ip-address=127.0.0.1"] if needed else []), "--help"]
     code = f"import sys; sys.argv[1:] = {words}; from mesh_transformer.cluster import ray_start as r; "
     if needed:
         code += "r.LEFT_OUT += ('click',); "

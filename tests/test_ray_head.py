@@ -12,6 +12,7 @@ from serving_tools import wait_until
 from training_tools import ROOT
 
 from mesh_transformer.cluster import ports
+from scripts.soaking.places import processes
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,6 +50,9 @@ import os, signal
 from mesh_transformer.cluster.ray_session import RaySession
 session = RaySession()
 session.start()
+if CONNECT:
+    session.connect()
+    session.add_local("a")
 print(session.folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -61,6 +65,22 @@ try:
         session.connect()
 except ClusterError as error:
     print(error)
+"""
+
+GONE = """
+import os, signal
+from scripts.soaking.places import below
+from mesh_transformer.cluster.hosts import ClusterError
+from mesh_transformer.cluster.ray_session import RaySession
+with RaySession() as session:
+    session.connect()
+    (head,) = (each for each in below(os.getpid()) if "ray_head" in each.title)
+    os.kill(head.pid, signal.SIGKILL)
+    for _ in range(2):
+        try:
+            session.running_local()
+        except ClusterError as error:
+            print(error)
 """
 
 
@@ -76,17 +96,28 @@ def test_nodes_that_start_at_once_agree_that_there_is_no_dashboard():
     assert done.stdout.strip() == "2", done.stdout + done.stderr
 
 
-def test_nothing_is_left_of_the_session_of_a_driver_that_is_killed():
-    done = run(KILLED)
+@pytest.mark.parametrize("connect", [False, True])
+def test_nothing_is_left_of_the_session_of_a_driver_that_is_killed(connect):
+    """While the head starts, and with a node."""
+    done = run(KILLED.replace("CONNECT", str(connect)))
     assert done.returncode == -signal.SIGKILL, done.stderr
     folder = Path(done.stdout.strip())
     assert folder.name.startswith("mt-ray-")
     wait_until(lambda: not folder.exists(), 60)
+    assert not [each for each in processes() if str(folder) in each.title]
 
 
 def test_a_head_that_cannot_start_says_why():
     done = run(NOWHERE)
     assert done.stdout.startswith("Ray cannot start a head at 192.0.2.1: OSError: [Errno "), done.stdout + done.stderr
+
+
+def test_a_head_that_is_gone_is_told_at_once():
+    done = run(GONE)
+    lines = done.stdout.splitlines()
+    said = "Ray cannot look at the node of every host on this machine: "
+    assert len(lines) == 2 and all(line.startswith(said) for line in lines), done
+    assert "it said nothing" in lines[0] and "its process has ended (it said nothing)" in lines[1]
 
 
 def test_ports_are_free_and_each_is_given_once(monkeypatch):
@@ -96,12 +127,16 @@ def test_ports_are_free_and_each_is_given_once(monkeypatch):
         first_of_system = int(file.read().split()[0])
     if first_of_system - ports.FIRST >= ports.FEWEST:
         assert all(ports.FIRST <= port < first_of_system for port in given), "or any connection may take them meanwhile"
-    last = ports.free_ports("127.0.0.1", 1)[0] + 3
-    monkeypatch.setattr(ports, "_first_of_system", lambda: last)
-    monkeypatch.setattr(ports, "FIRST", last - 3)
+    monkeypatch.setattr(ports, "_given", set())
+    monkeypatch.setattr(ports, "_first_of_system", lambda: given[0] + 1)
+    monkeypatch.setattr(ports, "FIRST", given[0])
     monkeypatch.setattr(ports, "FEWEST", 1)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", last - 1))
-        assert ports.free_ports("127.0.0.1", 1) == [last - 2], "the others are given, and taken"
+        taken.bind(("127.0.0.1", given[0]))
+        with pytest.raises(OSError, match="no port is free at 127"):
+            ports.free_ports("127.0.0.1", 1)
+    assert ports.free_ports("127.0.0.1", 1) == given[:1]
+    with pytest.raises(OSError, match="no port is free at 127"):
+        ports.free_ports("127.0.0.1", 1)  # it was given
     monkeypatch.setattr(ports, "_first_of_system", lambda: 0)
     assert ports.free_ports("127.0.0.1", 1), "the system's own choice"

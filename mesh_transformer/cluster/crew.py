@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mesh_transformer.cluster.hosts import Host, HostError
-from mesh_transformer.cluster.ray_session import HOST, ClusterError
+from mesh_transformer.cluster.ray_session import HOST
 from mesh_transformer.cluster.worker import Joined, Worker, process_begun
-from mesh_transformer.errors import MeshTransformerError
+from mesh_transformer.errors import ClusterError, MeshTransformerError
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,8 @@ class Hosts(Protocol):
     def start(self, session: RaySession) -> Sequence[Host]:
         """Make every host ready and join its Ray node to the session, all in parallel; the hosts in a fixed order.
 
-        The session's head is starting meanwhile: `session.connect()` waits for it.
+        The session's head is starting meanwhile: `session.connect()`, which nodes by `session.join_command` need, waits
+        for it.
         Raises HostError naming the host and the step that failed, with the failing line and where the log is, and
         other MeshTransformerErrors for what the user can correct. What had been started is stopped then by `stop`.
         """

@@ -71,11 +71,14 @@ class LocalHosts:
     def _add(self, names: Sequence[str]) -> None:
         session = self._the_session()
         # No more at a time than the machine has cores: a node gives up that does not come up in half a minute.
-        with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+        pool = ThreadPoolExecutor(min(len(names), os.cpu_count() or 1))
+        try:
             adding = [pool.submit(session.add_local, name) for name in names]
             session.connect()  # meanwhile
             for each in adding:
                 each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
         missing = session.wait_for(names, NODE_SECONDS)
         if missing:
             raise HostError(f"{', '.join(sorted(missing))}: the Ray node did not join in {NODE_SECONDS:.0f} s")

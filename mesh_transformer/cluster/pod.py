@@ -114,7 +114,9 @@ def started(hosts: Hosts, config: Config, patience: Patience) -> Iterator[Pod]:
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(RaySession(hosts.address))
         stack.callback(hosts.stop)
-        crew = Crew(hosts.start(session), hosts.check)
+        found = hosts.start(session)
+        session.connect()
+        crew = Crew(found, hosts.check)
         stack.callback(lambda: pod.crew.end() if pod is not None else crew.end())
         pod: Pod | None = None
         crew.start()

@@ -7,8 +7,10 @@ import random
 import socket
 import threading
 
-# Ray's processes that compute take 10002 to 19999; from where the system's own choices begin, any connection may.
+# Below are those that `ray start` gives to processes that compute; above, where the system's own choices begin, any
+# connection may take one.
 FIRST = 20000
+TRIES = 10000
 FEWEST = 1000  # in between; a machine with fewer gives what it chooses itself
 _RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 
@@ -17,14 +19,16 @@ _giving = threading.Lock()
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Ports at this machine's `address` that nobody listens on; none that this process was given before.
+    """Ports at this machine's IPv4 `address` that nobody listens on; none that this process was given before.
 
-    Raises OSError where the address is not this machine's.
+    Raises OSError where the address is not this machine's, or no port is left.
     """
     first, last = FIRST, _first_of_system()
     found: list[int] = []
     with _giving:
-        while len(found) < count:
+        for _ in range(TRIES + count):
+            if len(found) == count:
+                return found
             wanted = random.SystemRandom().randrange(first, last) if last - first >= FEWEST else 0
             with socket.socket() as probe:
                 try:
@@ -37,7 +41,7 @@ def free_ports(address: str, count: int) -> list[int]:
             if port not in _given:
                 _given.add(port)
                 found.append(port)
-    return found
+    raise OSError(errno.EADDRINUSE, f"no port is free at {address}, found in {TRIES} tries")
 
 
 def _first_of_system() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -16,12 +17,14 @@ import socket
 import sys
 import tempfile
 import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import IO, Any
 
 from mesh_transformer.cluster.ports import free_ports
 
 AGENT_PORTS = ("runtime_env_agent_port", "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 LOOPBACK = "127.0.0.1"
+TAKEN = "already occupied"  # what Ray says of a dashboard's port: here it is meant
 TRIES = 2  # a node's start: on a busy machine Ray gives up at times, and the next try is well
 
 
@@ -32,6 +35,7 @@ class Head:
         from ray.cluster_utils import Cluster
 
         without_dashboard()
+        logging.getLogger("ray._private.services").addFilter(lambda record: TAKEN not in record.getMessage())
         self._host, self._object_store, self._folder = address, object_store, folder
         with socket.socket() as taken:
             taken.bind((LOOPBACK, 0))
@@ -48,6 +52,7 @@ class Head:
                 },
             )  # fmt: skip
         self._nodes: dict[str, Any] = {}
+        self._ending = False
 
     @property
     def address(self) -> str:
@@ -57,6 +62,8 @@ class Head:
         """Start a node, without waiting until the head knows it."""
         self.remove(name)
         for tries in range(TRIES, 0, -1):
+            if self._ending:
+                raise RuntimeError("the head is ending")
             try:
                 self._nodes[name] = self._cluster.add_node(
                     wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0,
@@ -80,6 +87,7 @@ class Head:
         return [name for name, node in list(self._nodes.items()) if node.remaining_processes_alive()]
 
     def stop(self) -> None:
+        self._ending = True
         for name in list(self._nodes):
             self.remove(name)
         self._cluster.shutdown()
@@ -103,11 +111,32 @@ def agent_ports(address: str) -> dict[str, int]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this one
-    replies = os.fdopen(os.dup(1), "w")
+    orders, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # for this process alone
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a child that held the orders' pipe would hide that this one ended
     os.dup2(2, 1)  # what Ray prints goes to the log
-    order = json.loads(sys.stdin.readline())
-    folder = order["folder"]
-    head = Head(order["address"], order["object_store"], folder)
+    order = json.loads(orders.readline())
+    folder, head, answer = order["folder"], None, {"number": order["number"], "error": ""}
+    try:
+        try:
+            head = Head(order["address"], order["object_store"], folder)
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - told to the driver
+            print(json.dumps(answer | {"error": f"{type(failure).__name__}: {failure}"}), file=replies, flush=True)
+        else:
+            print(json.dumps(answer | {"address": head.address}), file=replies, flush=True)
+            serve(head, orders, replies)
+    finally:
+        try:
+            if head is not None:
+                head.stop()
+            end_children()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # a driver that was killed does not, and the token lies there
+            # Not through Ray's own exit handlers, which wait for what is gone.
+            os._exit(0)
+
+
+def serve(head: Head, orders: Iterable[str], replies: IO[str]) -> None:
+    """Do what the orders say, each in a thread of its own, until they end."""
     writing = threading.Lock()
 
     def say(reply: dict[str, Any]) -> None:
@@ -127,17 +156,17 @@ def main() -> None:
             reply["error"] = f"{type(failure).__name__}: {failure}"
         say(reply)
 
-    say({"number": order["number"], "error": "", "address": head.address})
-    try:
-        for line in sys.stdin:
-            threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()
-    finally:
-        try:
-            head.stop()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)  # a driver that was killed does not, and the token lies there
-            # Not through Ray's own exit handlers, which wait for what is gone.
-            os._exit(0)
+    for line in orders:
+        threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()
+
+
+def end_children() -> None:
+    """Kill what is left of this process's own: of a start that failed, or that the end met half way."""
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    os.kill(int(entry), signal.SIGKILL)
 
 
 if __name__ == "__main__":

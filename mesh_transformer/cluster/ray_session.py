@@ -10,22 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import os
-import queue
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Self
 
-from mesh_transformer.errors import MeshTransformerError
+from mesh_transformer.cluster.head_process import HeadProcess
+from mesh_transformer.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +45,8 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
 }
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-NODE_SECONDS = 90  # for a node of this machine to start, or to end
-ENDING_SECONDS = 30
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105  names a file
 _imported_for_loopback = False
-
-
-class ClusterError(MeshTransformerError, ValueError):
-    """What a cluster needs is missing, or does not fit together."""
 
 
 def check_installed() -> None:
@@ -86,17 +77,16 @@ class RaySession:
     def __init__(self, address: str = LOOPBACK) -> None:
         self._host = address
         self._address = self._folder = self._token = ""
-        self._head: subprocess.Popen[str] | None = None
+        self._head: HeadProcess | None = None
         self._connected = False
-        self._numbers = itertools.count()
-        self._replies: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._before: dict[str, str | None] = {}
         self._given_up: set[str] = set()
-        self._up = 0  # the number of the order to start the head
 
     @property
     def address(self) -> str:
-        """ADDRESS:PORT of the head, once `connect` has waited for it."""
+        """ADDRESS:PORT of the head. Raises ClusterError before `connect` has waited for it."""
+        if not self._address:
+            raise ClusterError("the head's address is known once connect() has waited for it")
         return self._address
 
     @property
@@ -134,42 +124,34 @@ class RaySession:
         environment = SETTINGS | {ONE_MACHINE: one_machine, TOKEN_PATH: path, "RAY_TMPDIR": self._folder}
         self._before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
-        with open(self._log, "w") as log:
-            self._head = subprocess.Popen(
-                [sys.executable, "-m", "mesh_transformer.cluster.ray_head"], text=True, stderr=log,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            )  # fmt: skip
-        self._up = self._ask({"address": self._host, "object_store": OBJECT_STORE, "folder": self._folder})
-        threading.Thread(target=self._listen, args=(self._head,), name="Ray head", daemon=True).start()
+        self._head = HeadProcess(self._host, self._folder, OBJECT_STORE)
 
     def connect(self) -> None:
         """Wait for the head, and become its driver; nothing where this process is it. Raises ClusterError."""
+        global _imported_for_loopback
         if self._connected:
             return
+        self._check_import()
+        if "ray" not in sys.modules:
+            _imported_for_loopback = self._host == LOOPBACK
         import ray  # while the head starts
 
-        said = self._answer(self._up)
-        if said["error"]:
-            raise ClusterError(f"Ray cannot start a head at {self._host}: {said['error']}")
-        self._address = said["address"]
+        self._address = self._the_head().wait()
+        if ray.is_initialized():
+            raise ClusterError("this process is the driver of a Ray already, and can be of one at a time")
+        self._connected = True  # or about to be: what was begun has to be ended
         try:
             ray.init(
                 address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR
             )  # fmt: skip
         except (RuntimeError, ConnectionError) as error:
-            raise ClusterError(
-                f"this process cannot be the driver of Ray at {self._address}: {error} (it can be of one at a time)"
-            ) from error
-        self._connected = True
+            raise ClusterError(f"this process cannot be the driver of Ray at {self._address}: {error}") from error
 
     def _check_import(self) -> None:
         """Ray reads once, when it is imported, whether 127.0.0.1 is to stay that. If not, a session there is never
         found, and Ray would look for it for minutes. Raises ClusterError."""
-        global _imported_for_loopback
-        if "ray" not in sys.modules:
-            _imported_for_loopback = self._host == LOOPBACK
-        elif self._host == LOOPBACK and not _imported_for_loopback and sys.platform == "linux":
+        loopback = self._host == LOOPBACK and sys.platform == "linux"
+        if "ray" in sys.modules and loopback and not _imported_for_loopback:
             raise ClusterError(
                 "this process imported ray before it came to hosts of this machine, and Ray would look for them at "
                 "another address: start a new Python process, and leave the import of ray to mesh_transformer"
@@ -178,19 +160,14 @@ class RaySession:
     def stop(self) -> None:
         """End the head and the nodes of this machine. Never raises."""
         head, self._head = self._head, None
-        if head is not None:
-            if self._connected:
-                import ray
+        connected, self._connected = self._connected, False
+        if connected:
+            import ray
 
-                with contextlib.suppress(Exception):
-                    ray.shutdown()
-            self._connected = False
-            if head.stdin is not None:
-                head.stdin.close()  # which is the sign to end
-            try:
-                head.wait(ENDING_SECONDS)
-            except subprocess.TimeoutExpired:
-                logger.warning("the processes of Ray did not end in %d s; they are left behind", ENDING_SECONDS)
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+        if head is not None:
+            head.end()
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -204,67 +181,20 @@ class RaySession:
 
         Any thread may call this; nodes start side by side.
         """
-        self._do("add", name, resources=resources(name))
+        self._the_head().do("add", name, resources=resources(name))
 
     def remove_local(self, name: str) -> None:
         """End what is left of a node of this machine."""
-        self._do("remove", name)
+        self._the_head().do("remove", name)
 
     def running_local(self) -> set[str]:
         """The names of this machine's nodes of which every process lives, which Ray itself notices only later."""
-        return set(self._do("look", "all")["running"])
+        return set(self._the_head().do("look at", "every host")["running"])
 
-    def _do(self, what: str, name: str, **more: Any) -> dict[str, Any]:
-        reply = self._answer(self._ask({"do": what, "name": name, **more}))
-        if reply["error"]:
-            raise ClusterError(f"Ray cannot {what} the node of {name} on this machine: {reply['error']}")
-        return reply
-
-    def _ask(self, order: Mapping[str, Any]) -> int:
-        """Give the head an order; its number, for `_answer`."""
-        number = next(self._numbers)
-        self._replies[number] = queue.Queue()
-        if self._head is None or self._head.stdin is None:
+    def _the_head(self) -> HeadProcess:
+        if self._head is None:
             raise ClusterError("the Ray session has ended")
-        try:
-            self._head.stdin.write(json.dumps(dict(order) | {"number": number}) + "\n")
-            self._head.stdin.flush()
-        except OSError as error:
-            raise ClusterError(
-                f"Ray's head on this machine has ended ({self._last_line()}): start the run again"
-            ) from error
-        return number
-
-    def _answer(self, number: int) -> dict[str, Any]:
-        """Wait for what the head says to an order."""
-        try:
-            return self._replies[number].get(timeout=NODE_SECONDS)
-        except queue.Empty:
-            return {"error": f"no answer in {NODE_SECONDS} s"}
-        finally:
-            del self._replies[number]
-
-    def _listen(self, head: subprocess.Popen[str]) -> None:
-        for line in head.stdout or ():
-            reply = json.loads(line)
-            waiting = self._replies.get(reply["number"])
-            if waiting is not None:
-                waiting.put(reply)
-        for waiting in list(self._replies.values()):
-            waiting.put({"error": self._last_line()})
-
-    @property
-    def _log(self) -> str:
-        return os.path.join(self._folder, "head.log")
-
-    def _last_line(self) -> str:
-        """The last line that the head has to say."""
-        try:
-            with open(self._log, errors="replace") as file:
-                lines = [line.strip() for line in file if line.strip()]
-        except OSError:  # the session has ended meanwhile
-            lines = []
-        return lines[-1] if lines else "it said nothing"
+        return self._head
 
     def join_command(self, name: str, address: str, temp_dir: str) -> JoinCommand:
         """How the machine at `address` joins as the host `name`. `temp_dir`: a folder of its own there, short."""

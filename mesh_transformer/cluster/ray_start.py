@@ -22,9 +22,9 @@ ADDRESS = "--node-ip-address="
 
 
 def main() -> None:
-    address = next(word.removeprefix(ADDRESS) for word in sys.argv if word.startswith(ADDRESS))
-    ports = free_ports(address, len(AGENT_PORTS))
-    sys.argv += [f"{option}={port}" for option, port in zip(AGENT_PORTS, ports, strict=True)]
+    for address in [word.removeprefix(ADDRESS) for word in sys.argv if word.startswith(ADDRESS)]:
+        ports = free_ports(address, len(AGENT_PORTS))
+        sys.argv += [f"{option}={port}" for option, port in zip(AGENT_PORTS, ports, strict=True)]
     for name in LEFT_OUT:
         sys.modules[name] = None  # type: ignore[assignment]  # what Python takes for "not installed"
     try:

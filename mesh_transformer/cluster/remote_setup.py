@@ -128,6 +128,7 @@ def prepare(
 
     stale = sum(not (here.has_code and (here.machine.python or packages.hash in here.environments)) for here in found)
     if stale:
+        code.content  # noqa: B018  packed once, not by each host's thread
         logger.info("setting up %d of %d hosts (logs: %s)", stale, len(found), logs)
     ready = on_all([here.machine for here in found], work)
     names = ", ".join(here.machine.name for here in found)
