@@ -1,6 +1,7 @@
 """The process that owns a Ray session's head: how its nodes start, and what it leaves behind."""
 
 import importlib.util
+import re
 import signal
 import socket
 import subprocess
@@ -59,7 +60,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 NOWHERE = """
-from mesh_transformer.cluster.ray_session import ClusterError, RaySession
+from mesh_transformer.cluster.ray_session import RaySession
+from mesh_transformer.errors import ClusterError
 try:
     with RaySession("192.0.2.1") as session:  # an address that no machine has (RFC 5737)
         session.connect()
@@ -70,10 +72,11 @@ except ClusterError as error:
 GONE = """
 import os, signal
 from scripts.soaking.places import below
-from mesh_transformer.cluster.hosts import ClusterError
+from mesh_transformer.errors import ClusterError
 from mesh_transformer.cluster.ray_session import RaySession
 with RaySession() as session:
     session.connect()
+    print(session.folder)
     (head,) = (each for each in below(os.getpid()) if "ray_head" in each.title)
     os.kill(head.pid, signal.SIGKILL)
     for _ in range(2):
@@ -82,6 +85,11 @@ with RaySession() as session:
         except ClusterError as error:
             print(error)
 """
+
+
+def of(folder):
+    """The head and nodes of a session."""
+    return [each for each in processes() if str(folder) in each.title]
 
 
 def run(code):
@@ -104,7 +112,7 @@ def test_nothing_is_left_of_the_session_of_a_driver_that_is_killed(connect):
     folder = Path(done.stdout.strip())
     assert folder.name.startswith("mt-ray-")
     wait_until(lambda: not folder.exists(), 60)
-    assert not [each for each in processes() if str(folder) in each.title]
+    wait_until(lambda: not of(folder), 30)
 
 
 def test_a_head_that_cannot_start_says_why():
@@ -112,12 +120,13 @@ def test_a_head_that_cannot_start_says_why():
     assert done.stdout.startswith("Ray cannot start a head at 192.0.2.1: OSError: [Errno "), done.stdout + done.stderr
 
 
-def test_a_head_that_is_gone_is_told_at_once():
+def test_a_head_that_is_gone_is_told_at_once_and_leaves_nothing():
     done = run(GONE)
-    lines = done.stdout.splitlines()
-    said = "Ray cannot look at the node of every host on this machine: "
-    assert len(lines) == 2 and all(line.startswith(said) for line in lines), done
-    assert "it said nothing" in lines[0] and "its process has ended (it said nothing)" in lines[1]
+    folder, *said = done.stdout.splitlines()
+    line = r"Ray cannot tell which nodes of this machine run: the head's process has ended \(.+\): start the run again"
+    assert len(said) == 2 and all(re.fullmatch(line, each) for each in said), done
+    wait_until(lambda: not of(folder), 30)
+    assert not Path(folder).exists()
 
 
 def test_ports_are_free_and_each_is_given_once(monkeypatch):

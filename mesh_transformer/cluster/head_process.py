@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,8 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from mesh_transformer.errors import ClusterError
-
-logger = logging.getLogger(__name__)
 
 START_SECONDS = 180  # for the head, on a machine that is busy
 ORDER_SECONDS = 90  # for a node to start, or to end
@@ -30,35 +28,50 @@ class HeadProcess:
     """The process, begun, in which a head at `address` comes up meanwhile. `folder`: of its log and of Ray's files."""
 
     def __init__(self, address: str, folder: str, object_store: int) -> None:
-        self._host, self._log = address, os.path.join(folder, "head.log")
+        self._host = address
         self._numbers = itertools.count()
         self._answers: dict[int, Future[dict[str, Any]]] = {}
-        self._ended: str | None = None  # the last that it had to say
+        self._ended: str | None = None  # what is said to orders that come too late
         self._lock = threading.Lock()  # of the three above
-        with open(self._log, "w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mesh_transformer.cluster.ray_head"], text=True, stderr=log,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            )  # fmt: skip
-        threading.Thread(target=self._listen, name="Ray head", daemon=True).start()
-        self._up = self._order({"address": address, "object_store": object_store, "folder": folder})
+        self._listener = threading.Thread(target=self._listen, name="Ray head", daemon=True)
+        self._log = open(os.path.join(folder, "head.log"), "w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mesh_transformer.cluster.ray_head", folder], text=True, stderr=self._log,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        try:
+            self._listener.start()
+            self._up = self._order({"address": address, "object_store": object_store})
+        except BaseException:
+            self.end()
+            raise
 
     def wait(self) -> str:
         """Wait until the head is up; its ADDRESS:PORT. Raises ClusterError."""
         return str(self._answer(self._up, f"start a head at {self._host}", START_SECONDS)["address"])
 
-    def do(self, what: str, name: str, **more: Any) -> Mapping[str, Any]:
-        """Have the head, once it is up, do something about the node of a host. Any thread may. Raises ClusterError."""
+    def add(self, name: str, resources: Mapping[str, float]) -> None:
+        """Start a node, once the head is up. Any thread may. Raises ClusterError."""
+        self._do({"do": "add", "name": name, "resources": dict(resources)}, f"start the node of {name}")
+
+    def remove(self, name: str) -> None:
+        """End what is left of a node. Raises ClusterError."""
+        self._do({"do": "remove", "name": name}, f"end the node of {name}")
+
+    def running(self) -> set[str]:
+        """The nodes of which every process lives. Raises ClusterError."""
+        return set(self._do({"do": "look"}, "tell which nodes of this machine run")["running"])
+
+    def _do(self, order: Mapping[str, Any], what: str) -> Mapping[str, Any]:
         self.wait()  # which is not part of a node's time
-        order = self._order({"do": what, "name": name, **more})
-        return self._answer(order, f"{what} the node of {name} on this machine", ORDER_SECONDS)
+        return self._answer(self._order(order), what, ORDER_SECONDS)
 
     def _order(self, order: Mapping[str, Any]) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._ended is not None:
-                answer.set_result({"error": f"its process has ended ({self._ended}): start the run again"})
+                answer.set_result({"error": self._ended})
                 return answer
             number = next(self._numbers)
             self._answers[number] = answer
@@ -79,25 +92,22 @@ class HeadProcess:
         return said
 
     def _listen(self) -> None:
-        try:
-            for line in self._process.stdout or ():
+        """Hand every answer to who waits for it, until the process has ended."""
+        for line in self._process.stdout or ():
+            with contextlib.suppress(ValueError, KeyError):  # what is no answer is nobody's
                 said = json.loads(line)
                 with self._lock:
                     answer = self._answers.pop(said["number"])
                 answer.set_result(said)
-        finally:
-            with self._lock:
-                self._ended = self._last_line()
-                left, self._answers = list(self._answers.values()), {}
-            for answer in left:
-                answer.set_result({"error": self._ended})
+        with self._lock:
+            self._ended = f"the head's process has ended ({self._last_line()}): start the run again"
+            left, self._answers = list(self._answers.values()), {}
+        for answer in left:
+            answer.set_result({"error": self._ended})
 
     def _last_line(self) -> str:
-        try:
-            with open(self._log, errors="replace") as file:
-                lines = [line.strip() for line in file if line.strip()]
-        except OSError:  # the session's folder is gone already
-            lines = []
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
         return lines[-1] if lines else "it said nothing"
 
     def end(self) -> None:
@@ -105,7 +115,10 @@ class HeadProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # of what could not be written when it ended
                 self._process.stdin.close()  # which is the sign to end
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("the processes of Ray did not end in %d s; they are left behind", ENDING_SECONDS)
+        with contextlib.suppress(OSError):  # of one that was killed, or takes too long, Ray's processes are left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._listener.is_alive():
+            self._listener.join(ENDING_SECONDS)
+        self._log.close()

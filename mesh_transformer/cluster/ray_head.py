@@ -1,8 +1,8 @@
 """The process that owns a session's head and the nodes of this machine: it ends them when its driver is gone.
 
-`ray_session.RaySession` starts it. It reads one JSON object a line from its standard input, does what it says, each in
-a thread of its own, and answers with one line. Where the input ends, for whatever reason, so does everything here, and
-the session's folder is removed.
+`head_process.HeadProcess` starts it; its argument is the session's folder. It reads one JSON object a line from its
+standard input, does what it says, each in a thread of its own, and answers with one line. Where the input ends, for
+whatever reason, so does everything here, and the session's folder is removed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterable
 from typing import IO, Any
 
@@ -114,25 +115,35 @@ def main() -> None:
     orders, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # for this process alone
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a child that held the orders' pipe would hide that this one ended
     os.dup2(2, 1)  # what Ray prints goes to the log
-    order = json.loads(orders.readline())
-    folder, head, answer = order["folder"], None, {"number": order["number"], "error": ""}
+    folder = sys.argv[1]
     try:
-        try:
-            head = Head(order["address"], order["object_store"], folder)
-        except (Exception, SystemExit) as failure:  # noqa: BLE001 - told to the driver
-            print(json.dumps(answer | {"error": f"{type(failure).__name__}: {failure}"}), file=replies, flush=True)
-        else:
-            print(json.dumps(answer | {"address": head.address}), file=replies, flush=True)
-            serve(head, orders, replies)
+        run(folder, orders, replies)
+    except BaseException:  # noqa: BLE001 - whatever it is, what this process began has to end
+        traceback.print_exc()
     finally:
-        try:
-            if head is not None:
-                head.stop()
-            end_children()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)  # a driver that was killed does not, and the token lies there
-            # Not through Ray's own exit handlers, which wait for what is gone.
-            os._exit(0)
+        shutil.rmtree(folder, ignore_errors=True)  # a driver that was killed does not, and the token lies there
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # what is left of a start that failed, or that the end met half way
+        os._exit(1)  # not through Ray's own exit handlers, which wait for what is gone
+
+
+def run(folder: str, orders: IO[str], replies: IO[str]) -> None:
+    """Start the head that the first order asks for, and do what the others say until they end."""
+    line = orders.readline()
+    if not line:
+        return  # the driver is gone already
+    order = json.loads(line)
+    answer = {"number": order["number"], "error": ""}
+    try:
+        head = Head(order["address"], order["object_store"], folder)
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 - told to the driver
+        print(json.dumps(answer | {"error": f"{type(failure).__name__}: {failure}"}), file=replies, flush=True)
+        return
+    try:
+        print(json.dumps(answer | {"address": head.address}), file=replies, flush=True)
+        serve(head, orders, replies)
+    finally:
+        head.stop()
 
 
 def serve(head: Head, orders: Iterable[str], replies: IO[str]) -> None:
@@ -158,15 +169,6 @@ def serve(head: Head, orders: Iterable[str], replies: IO[str]) -> None:
 
     for line in orders:
         threading.Thread(target=do, args=(json.loads(line),), daemon=True).start()
-
-
-def end_children() -> None:
-    """Kill what is left of this process's own: of a start that failed, or that the end met half way."""
-    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                    os.kill(int(entry), signal.SIGKILL)
 
 
 if __name__ == "__main__":

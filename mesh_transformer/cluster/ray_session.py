@@ -78,7 +78,7 @@ class RaySession:
         self._host = address
         self._address = self._folder = self._token = ""
         self._head: HeadProcess | None = None
-        self._connected = False
+        self._connecting = self._connected = False
         self._before: dict[str, str | None] = {}
         self._given_up: set[str] = set()
 
@@ -128,30 +128,29 @@ class RaySession:
 
     def connect(self) -> None:
         """Wait for the head, and become its driver; nothing where this process is it. Raises ClusterError."""
-        global _imported_for_loopback
         if self._connected:
             return
-        self._check_import()
-        if "ray" not in sys.modules:
-            _imported_for_loopback = self._host == LOOPBACK
         import ray  # while the head starts
 
         self._address = self._the_head().wait()
         if ray.is_initialized():
             raise ClusterError("this process is the driver of a Ray already, and can be of one at a time")
-        self._connected = True  # or about to be: what was begun has to be ended
+        self._connecting = True  # what was begun has to be ended
         try:
             ray.init(
                 address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR
             )  # fmt: skip
         except (RuntimeError, ConnectionError) as error:
             raise ClusterError(f"this process cannot be the driver of Ray at {self._address}: {error}") from error
+        self._connected = True
 
     def _check_import(self) -> None:
         """Ray reads once, when it is imported, whether 127.0.0.1 is to stay that. If not, a session there is never
         found, and Ray would look for it for minutes. Raises ClusterError."""
-        loopback = self._host == LOOPBACK and sys.platform == "linux"
-        if "ray" in sys.modules and loopback and not _imported_for_loopback:
+        global _imported_for_loopback
+        if "ray" not in sys.modules:
+            _imported_for_loopback = self._host == LOOPBACK
+        elif self._host == LOOPBACK and not _imported_for_loopback and sys.platform == "linux":
             raise ClusterError(
                 "this process imported ray before it came to hosts of this machine, and Ray would look for them at "
                 "another address: start a new Python process, and leave the import of ray to mesh_transformer"
@@ -160,8 +159,8 @@ class RaySession:
     def stop(self) -> None:
         """End the head and the nodes of this machine. Never raises."""
         head, self._head = self._head, None
-        connected, self._connected = self._connected, False
-        if connected:
+        connecting, self._connecting, self._connected = self._connecting, False, False
+        if connecting:
             import ray
 
             with contextlib.suppress(Exception):
@@ -181,15 +180,15 @@ class RaySession:
 
         Any thread may call this; nodes start side by side.
         """
-        self._the_head().do("add", name, resources=resources(name))
+        self._the_head().add(name, resources(name))
 
     def remove_local(self, name: str) -> None:
         """End what is left of a node of this machine."""
-        self._the_head().do("remove", name)
+        self._the_head().remove(name)
 
     def running_local(self) -> set[str]:
         """The names of this machine's nodes of which every process lives, which Ray itself notices only later."""
-        return set(self._the_head().do("look at", "every host")["running"])
+        return self._the_head().running()
 
     def _the_head(self) -> HeadProcess:
         if self._head is None:

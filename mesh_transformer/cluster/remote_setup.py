@@ -128,7 +128,8 @@ def prepare(
 
     stale = sum(not (here.has_code and (here.machine.python or packages.hash in here.environments)) for here in found)
     if stale:
-        code.content  # noqa: B018  packed once, not by each host's thread
+        if not all(here.has_code for here in found):
+            code.content  # noqa: B018  packed once, not by each host's thread
         logger.info("setting up %d of %d hosts (logs: %s)", stale, len(found), logs)
     ready = on_all([here.machine for here in found], work)
     names = ", ".join(here.machine.name for here in found)
