@@ -53,7 +53,6 @@ session = RaySession()
 session.start()
 if CONNECT:
     session.connect()
-    session.add_local("a")
 print(session.folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -106,7 +105,7 @@ def test_nodes_that_start_at_once_agree_that_there_is_no_dashboard():
 
 @pytest.mark.parametrize("connect", [False, True])
 def test_nothing_is_left_of_the_session_of_a_driver_that_is_killed(connect):
-    """While the head starts, and with a node."""
+    """While the head starts, and when it is up."""
     done = run(KILLED.replace("CONNECT", str(connect)))
     assert done.returncode == -signal.SIGKILL, done.stderr
     folder = Path(done.stdout.strip())
