@@ -133,7 +133,7 @@ def test_a_run_outlives_nodes_and_processes(cluster, undisturbed, training_data,
 def private(seen, said):
     """Ray's token lies in a file of this user alone, is on no command line, and opens loopback ports alone.
 
-    And no dashboard runs, which would start before the head is there and have nothing to show.
+    And there is no dashboard, for which the head would wait when it starts.
     """
     assert sum(title.startswith("ray::Worker") for title in seen.titles) == 2
     assert any("raylet" in title for title in seen.titles)

@@ -115,7 +115,7 @@ def started(hosts: Hosts, config: Config, patience: Patience) -> Iterator[Pod]:
         session = stack.enter_context(RaySession(hosts.address))
         stack.callback(hosts.stop)
         found = hosts.start(session)
-        session.connect()
+        session.connect()  # for hosts that did without until now
         crew = Crew(found, hosts.check)
         stack.callback(lambda: pod.crew.end() if pod is not None else crew.end())
         pod: Pod | None = None

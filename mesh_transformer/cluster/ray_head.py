@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from typing import IO, Any
 
 from mesh_transformer.cluster.ports import free_ports
+from mesh_transformer.cluster.ray_session import LOOPBACK
 
 AGENT_PORTS = ("runtime_env_agent_port", "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-LOOPBACK = "127.0.0.1"
 TAKEN = "already occupied"  # what Ray says of a dashboard's port: here it is meant
 TRIES = 2  # a node's start: on a busy machine Ray gives up at times, and the next try is well
 
@@ -53,7 +53,6 @@ class Head:
                 },
             )  # fmt: skip
         self._nodes: dict[str, Any] = {}
-        self._ending = False
 
     @property
     def address(self) -> str:
@@ -63,8 +62,6 @@ class Head:
         """Start a node, without waiting until the head knows it."""
         self.remove(name)
         for tries in range(TRIES, 0, -1):
-            if self._ending:
-                raise RuntimeError("the head is ending")
             try:
                 self._nodes[name] = self._cluster.add_node(
                     wait=False, node_ip_address=self._host, num_cpus=1, num_gpus=0,
@@ -88,7 +85,6 @@ class Head:
         return [name for name, node in list(self._nodes.items()) if node.remaining_processes_alive()]
 
     def stop(self) -> None:
-        self._ending = True
         for name in list(self._nodes):
             self.remove(name)
         self._cluster.shutdown()

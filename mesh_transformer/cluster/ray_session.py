@@ -78,7 +78,7 @@ class RaySession:
         self._host = address
         self._address = self._folder = self._token = ""
         self._head: HeadProcess | None = None
-        self._connecting = self._connected = False
+        self._begun = self._connected = False
         self._before: dict[str, str | None] = {}
         self._given_up: set[str] = set()
 
@@ -135,7 +135,7 @@ class RaySession:
         self._address = self._the_head().wait()
         if ray.is_initialized():
             raise ClusterError("this process is the driver of a Ray already, and can be of one at a time")
-        self._connecting = True  # what was begun has to be ended
+        self._begun = True  # and has to be ended, also where it fails
         try:
             ray.init(
                 address=self._address, _node_ip_address=self._host, log_to_driver=False, logging_level=logging.ERROR
@@ -159,8 +159,8 @@ class RaySession:
     def stop(self) -> None:
         """End the head and the nodes of this machine. Never raises."""
         head, self._head = self._head, None
-        connecting, self._connecting, self._connected = self._connecting, False, False
-        if connecting:
+        begun, self._begun, self._connected = self._begun, False, False
+        if begun:
             import ray
 
             with contextlib.suppress(Exception):
